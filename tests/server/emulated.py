@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import httpx2
-from starlette.types import Message, Scope
+from starlette.types import Message, Receive, Scope
 
 from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
@@ -134,8 +134,8 @@ class Emulated:
         self.gates[index, path] = asyncio.Event()
         return self.gates[index, path]
 
-    async def post(self, path: str, body: Any = None, *, query: str = "") -> tuple[int, dict[str, Any]]:
-        """Return status and reply. An error has the form of all routes. Raises `ClientGone`."""
+    def request(self, path: str, body: Any = None, *, query: str = "") -> tuple[Scope, Receive]:
+        """Return a request of a client."""
         messages: list[Message] = [{"type": "http.request", "body": json.dumps(body or {}).encode()}]
 
         async def receive() -> Message:
@@ -145,8 +145,12 @@ class Emulated:
             return {"type": "http.disconnect"}
 
         scope: Scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode()}
+        return {**scope, "headers": [], "state": {}}, receive
+
+    async def post(self, path: str, body: Any = None, *, query: str = "") -> tuple[int, dict[str, Any]]:
+        """Return status and reply. An error has the form of all routes. Raises `ClientGone`."""
         try:
-            reply = await self.trainers.answer({**scope, "headers": [], "state": {}}, receive)
+            reply = await self.trainers.answer(*self.request(path, body, query=query))
         except ApiError as error:
             return error.status, error.to_dict()
         return reply.status_code, json.loads(bytes(reply.body))

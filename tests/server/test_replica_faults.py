@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from nano_inference.server.errors import ApiError
 from tests.server.emulated import ABORT, COMMIT, DISK, Emulated, emulated
 
 ONE, TWO = {"model_path": "one"}, {"model_path": "two"}
@@ -37,5 +38,49 @@ def test_an_abort_at_the_end_of_a_gather_ends_no_replica(shelf: Path, body: dict
         assert group.states == ["ready", "ready"] and [len(one) for one in group.started] == [1, 1]
         assert (await group.post(COMMIT))[1]["error"]["code"] == "no_update"
         assert (await group.post(DISK, TWO))[1]["version"] == 1
+
+    emulated(shelf, test)
+
+
+def test_an_update_that_no_replica_can_install_leaves_the_old_weights_in_force(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        assert (await group.post(DISK, ONE))[1]["version"] == 1
+        group.refusing[COMMIT] = dict.fromkeys((0, 1), (409, "asleep"))
+        status, reply = await group.post(DISK, TWO)
+        assert (status, reply["error"]["code"], reply["success"]) == (409, "asleep", False)
+        group.refusing.clear()
+        assert group.states == ["ready", "ready"] and not any(one.is_held for one in group.running)
+        assert group.trainers.version == 1
+        await group.kill(1)
+        assert [len(one) for one in group.started] == [1, 2]
+        assert group.running[1].paths == [DISK, COMMIT] and group.running[1].version == 1
+        assert (await group.post(DISK, TWO))[1]["version"] == 2
+
+    emulated(shelf, test)
+
+
+def test_an_error_of_a_replica_keeps_its_headers(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        group.refusing["/pause"] = {1: (503, "engine_dead")}
+        with pytest.raises(ApiError, match="emulated") as found:
+            await group.trainers.answer(*group.request("/pause"))
+        assert (found.value.status, found.value.code) == (503, "engine_dead")
+        assert dict(found.value.headers) == {"x-should-retry": "false"}
+
+    emulated(shelf, test)
+
+
+def test_a_replica_that_has_not_installed_an_update_yet_makes_none_forget_it(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        for one in group.running:
+            one.weights = "discarded"
+        installing = group.gate(1, COMMIT)
+        update = group.posting(DISK, ONE)
+        await group.until(lambda: COMMIT in group.running[1].paths)
+        assert (await group.post("/resume"))[1]["weights"] == "present"
+        installing.set()
+        assert (await update)[1]["version"] == 1
+        await group.kill(1)
+        assert group.running[1].version == 1
 
     emulated(shelf, test)

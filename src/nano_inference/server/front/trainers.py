@@ -23,9 +23,10 @@ from starlette.types import Receive, Scope
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError, queue_full, refused
+from nano_inference.server.front.copies import Copies
 from nano_inference.server.front.process import ServerFailed
 from nano_inference.server.front.servers import NEEDS_UPDATE, Server, Servers
-from nano_inference.server.guard import ClientGone, GuardPolicy, read_body, while_connected
+from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 from nano_inference.server.schema import Body
 from nano_inference.server.security import BYTES_TYPE, JSON_TYPE, load_admin_keys, load_keys
 from nano_inference.server.trainers.context import Command, fields_of, json_response
@@ -71,12 +72,18 @@ class Sent:
     is_partial: bool = False
 
 
-class Declined(Exception):
-    """A replica answered with an error, which is `reply`."""
+class Declined(ApiError):
+    """A replica answered with this error."""
 
     def __init__(self, reply: httpx2.Response) -> None:
-        super().__init__(reply.text[:500])
-        self.reply = reply
+        try:
+            found = dict(reply.json()["error"])
+        except (ValueError, KeyError, TypeError):  # not of this project's server
+            found = {"message": reply.text}
+        text, param, code = str(found.pop("message", "")), found.pop("param", None), found.pop("code", None)
+        found.pop("type", None)
+        headers = {name: reply.headers[name] for name in ("retry-after", "x-should-retry") if name in reply.headers}
+        super().__init__(reply.status_code, text, param=param, code=code, headers=headers, extra=found)
 
 
 class Gone(Exception):
@@ -88,7 +95,7 @@ class Trainers:
 
     def __init__(self, servers: Servers, client: httpx2.AsyncClient, config: ServerConfig, policy: GuardPolicy) -> None:
         """Raises `ValueError` if `config.weights_dir` is not a directory."""
-        self.version = 0  # number of the weights in force
+        self.version = 0  # the highest number of weights
         self._servers, self._client, self._policy = servers, client, policy
         self._root = weights_root(config.weights_dir)
         self._gather_s = config.weight_timeout + _MARGIN_S
@@ -116,8 +123,6 @@ class Trainers:
         command = COMMANDS[scope["path"]]
         try:
             return json_response(await self._answer(command, Request(scope), receive))
-        except Declined as error:
-            return Response(error.reply.content, error.reply.status_code, media_type=JSON_TYPE)
         except ApiError as error:
             if command in SGLANG_COMMANDS:
                 return sglangs_error(scope, error)
@@ -162,7 +167,7 @@ class Trainers:
                     await self._ask(server, _commit_of(sent.version), self._answer_s)
             except Gone as error:
                 raise ServerFailed(str(error)) from None
-            except (ApiError, Declined) as error:
+            except ApiError as error:
                 if sent.version is not None:
                     return f"the weights in force cannot be read again: {error}"
             done.append(sent)
@@ -194,7 +199,7 @@ class Trainers:
             raise
         answered = {server: one.json() for server, one in replies.items() if isinstance(one, httpx2.Response)}
         found = [one for server, one in answered.items() if server.state != NEEDS_UPDATE] or list(answered.values())
-        if any(one.get("weights") == "discarded" for one in found):
+        if self._phase != "installing" and any(one.get("weights") == "discarded" for one in found):
             self._forget_updates("were discarded")
         return _merged(found) | ({"aborted": True, "closed_groups": []} if ends_update else {})
 
@@ -310,28 +315,37 @@ class Trainers:
         await asyncio.gather(*asking, return_exceptions=True)
 
     async def _install(self, holders: Sequence[Server], sent: Sent) -> dict[str, Any]:
-        """Install what all replicas hold; return the fields of the new weights. One that fails is started again."""
+        """Install what all replicas hold; return the fields of the new weights. The update is in force if one has it.
+
+        One that fails is started again. Raises the first one's error if none has installed the update.
+        """
         assert sent.version is not None
-        self._phase = "installing"
+        self._phase = "installing"  # replicas that start wait until it is known whether the update is in force
+        processes = [one.process for one in holders]
+        replies = await asyncio.shield(self._everywhere(holders, _commit_of(sent.version), self._answer_s))
+        declined = {one: reply for one, reply in replies.items() if isinstance(reply, Declined)}
+        installed = {one: reply for one, reply in replies.items() if isinstance(reply, httpx2.Response)}
+        if not installed:
+            if len(replies) < len(holders):
+                self.version = sent.version  # one that died may have used the number
+            await asyncio.shield(self._everywhere(list(declined), Sent(path=_ABORT), _ABORT_S))
+            for reply in declined.values():
+                raise reply
+            raise ApiError(503, "the replicas died before one had installed the update", code="replica_died")
         self.version = sent.version
         if sent.directory is None:
             self._forget_updates("came in the body of a request")
         else:
             if not sent.is_partial:
                 self._forget_updates("")
-            self._journal.append(sent)  # from now on the update is in force
-        replies = await asyncio.shield(self._everywhere(holders, _commit_of(sent.version), self._answer_s))
-        fields: dict[str, Any] = {}
-        for server, reply in replies.items():
-            if isinstance(reply, Declined):
-                _log.error("%s is started again, because it could not install an update: %s", server.name, reply)
-                self._servers.end(server)
-                continue
-            fields = fields or reply.json()
-            if server.state == NEEDS_UPDATE:
+            self._journal.append(sent)
+        for server, process in zip(holders, processes, strict=True):
+            if server in installed and server.state == NEEDS_UPDATE:
                 self._servers.mark(server, "ready")
-        if not fields:
-            raise ApiError(503, "the replicas died while they installed the update", code="replica_died")
+            elif server in declined and server.process is process:
+                _log.error("%s is started again: it could not install an update: %s", server.name, declined[server])
+                self._servers.end(server)
+        fields = next(iter(installed.values())).json()
         return {name: value for name, value in fields.items() if name != "message"}
 
     # ---- sending ----------------------------------------------------------------------------------------------------
@@ -375,33 +389,6 @@ class Trainers:
         if reply.status_code != 200:
             raise Declined(reply)
         return reply
-
-
-class Copies:
-    """Owns the pieces of a body that several readers get, at the speed of the slowest."""
-
-    def __init__(self, receive: Receive, count: int) -> None:
-        self.is_complete = False  # all readers have the last piece
-        self._receive = receive
-        self._queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(1) for _ in range(count)]
-
-    async def fill(self) -> None:
-        """Read the body to its end. Raises `ClientGone`."""
-        piece: bytes | None = b""
-        while piece is not None:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            is_last = not message.get("more_body", False)
-            for piece in (message.get("body", b""), *((None,) if is_last else ())):
-                for queue in self._queues:
-                    await queue.put(piece)
-        self.is_complete = True
-
-    async def pieces(self, index: int) -> AsyncIterator[bytes]:
-        """Yield the body to one reader."""
-        while (piece := await self._queues[index].get()) is not None:
-            yield piece
 
 
 def _commit_of(version: int) -> Sent:
