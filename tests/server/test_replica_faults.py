@@ -84,3 +84,35 @@ def test_a_replica_that_has_not_installed_an_update_yet_makes_none_forget_it(she
         assert group.running[1].version == 1
 
     emulated(shelf, test)
+
+
+def test_a_replica_that_needs_an_update_is_paused_and_asleep_as_the_others(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        await group.post(DISK, ONE)
+        await group.post("/pause", {"mode": "keep"})
+        await group.post("/sleep", {"level": 1})
+        (shelf / "one" / "model.safetensors").write_bytes(b"other")
+        await group.kill(1, then="needs an update")
+        assert group.servers.all[1].error == "one has changed since it was installed"
+        await group.post(DISK, ONE)
+        assert group.states == ["ready", "ready"]
+        assert all(one.is_paused and one.is_asleep and one.version == 2 for one in group.running)
+
+    emulated(shelf, test)
+
+
+@pytest.mark.parametrize("error", [(503, "no_answer"), (400, "os_error")])
+def test_a_replica_whose_weights_cannot_be_read_at_the_moment_starts_again(shelf: Path, error: tuple[int, str]) -> None:
+    async def test(group: Emulated) -> None:
+        await group.post(DISK, ONE)
+        group.refusing[DISK] = {1: error}
+        group.running[1].ended.set()
+        await group.until(lambda: len(group.started[1]) > 3)
+        assert "cannot be read at the moment" in group.servers.all[1].error
+        group.refusing.clear()
+        await group.until(lambda: group.states == ["ready", "ready"])
+        assert group.running[1].version == 1
+        group.refusing[DISK] = {1: (400, "bad_weights")}
+        await group.kill(1, then="needs an update")
+
+    emulated(shelf, test)

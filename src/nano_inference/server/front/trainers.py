@@ -56,6 +56,7 @@ _COMMIT, _ABORT, _LABEL = "/commit_weight_update", "/abort_weight_update", "/upd
 _INSTEAD = "give a directory to /update_weights or /update_weights_from_disk, or a file to /update_weights_from_body"
 _MARGIN_S = 10.0  # in which a replica reports that `weight_timeout` has passed
 _ABORT_S, _RETRY_S = 30.0, 0.5  # most seconds of an abort, and between two while a replica still gathers
+_TOO_LATE = "were not complete within"  # in the error after `weight_timeout`
 _log = logging.getLogger("nano_inference.server")
 
 
@@ -155,23 +156,36 @@ class Trainers:
 
         Raises `ServerFailed` if it does not answer.
         """
-        await self._servers.until(lambda: self._phase not in ("gathering", "installing"))
         done: list[Sent] = []
-        while left := [one for one in self._journal if one not in done]:
-            sent = left[0]
-            try:
-                if sent.directory is not None and await stamps_at(self._root, *sent.directory) != sent.stamps:
-                    return f"{sent.directory[0]} has changed since it was installed"
-                await self._ask(server, sent, self._gather_s)
-                if sent.version is not None:
-                    await self._ask(server, _commit_of(sent.version), self._answer_s)
-            except Gone as error:
-                raise ServerFailed(str(error)) from None
-            except ApiError as error:
-                if sent.version is not None:
-                    return f"the weights in force cannot be read again: {error}"
-            done.append(sent)
-        return self._lost and f"the weights in force {self._lost}"
+        lost = ""
+        while True:
+            await self._servers.until(lambda: self._phase not in ("gathering", "installing"))
+            if not (left := [one for one in self._journal if one not in done]):
+                # No await follows: the next update counts this server.
+                return lost or (self._lost and f"the weights in force {self._lost}")
+            done.append(sent := left[0])
+            if sent.version is not None and not sent.is_partial:
+                lost = ""
+            if sent.version is None or not (lost or self._lost):
+                lost = await self._replay(server, sent) or lost
+
+    async def _replay(self, server: Server, sent: Sent) -> str:
+        """Send a server what the others have got; return why it lacks the weights now, or nothing."""
+        try:
+            if sent.directory is not None and await stamps_at(self._root, *sent.directory) != sent.stamps:
+                return f"{sent.directory[0]} has changed since it was installed"
+            await self._ask(server, sent, self._gather_s)
+            if sent.version is not None:
+                await self._ask(server, _commit_of(sent.version), self._answer_s)
+        except Gone as error:
+            raise ServerFailed(str(error)) from None
+        except ApiError as error:
+            if sent.version is None:
+                return ""
+            if error.status >= 500 or error.code == "os_error" or _TOO_LATE in error.message:
+                raise ServerFailed(f"the weights in force cannot be read at the moment: {error}") from None
+            return f"the weights in force cannot be read again: {error}"
+        return ""
 
     # ---- commands ---------------------------------------------------------------------------------------------------
 
