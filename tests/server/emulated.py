@@ -100,6 +100,7 @@ class Emulated:
         """path -> place -> status and code of the error that it returns."""
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.is_healthy = True
         self.gone = asyncio.Event()  # set: the clients of all requests have left
         config = ServerConfig(port=0, replicas=2, enable_rl=True, weights_dir=str(shelf), **settings)
         self.client = httpx2.AsyncClient(transport=httpx2.MockTransport(self._answer))
@@ -117,7 +118,9 @@ class Emulated:
     async def _answer(self, request: httpx2.Request) -> httpx2.Response:
         for one in (one for place in self.started for one in place):
             if one.url == f"http://{request.url.host}" and not one.ended.is_set():
-                return httpx2.Response(200, json={}) if request.url.path == "/health" else await one.answer(request)
+                if request.url.path == "/health":
+                    return httpx2.Response(200 if self.is_healthy else 503, json={})
+                return await one.answer(request)
         raise httpx2.ConnectError("refused")
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from nano_inference.server.errors import ApiError
-from tests.server.emulated import ABORT, COMMIT, DISK, Emulated, emulated
+from nano_inference.server.guard import ClientGone
+from tests.server.emulated import ABORT, BODY, COMMIT, DISK, Emulated, emulated
 
 ONE, TWO = {"model_path": "one"}, {"model_path": "two"}
 HELD = {"model_path": "one", "hold": True}
@@ -116,3 +118,138 @@ def test_a_replica_whose_weights_cannot_be_read_at_the_moment_starts_again(shelf
         await group.kill(1, then="needs an update")
 
     emulated(shelf, test)
+
+
+def test_an_update_from_a_directory_does_not_wait_for_a_replica_that_starts(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        group.may_start.clear()
+        await group.kill(1, then="starting")
+        assert (await group.post(DISK, ONE))[1]["version"] == 1
+        group.may_start.set()
+        await group.until(lambda: group.states == ["ready", "ready"])
+        assert group.running[1].version == 1
+
+    emulated(shelf, test)
+
+
+def test_an_update_waits_for_a_replica_that_starts_no_longer_than_weight_timeout(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        group.may_start.clear()
+        await group.kill(1, then="starting")
+        assert (await group.post(BODY))[1]["version"] == 1
+        assert (await group.post(DISK, HELD))[1]["held_version"] == 2
+
+    emulated(shelf, test, weight_timeout=0.01)
+
+
+def test_an_update_ends_if_its_client_leaves_while_it_waits_for_replicas(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        group.may_start.clear()
+        await group.kill(1, then="starting")
+        update = group.posting(DISK, HELD)
+        await group.until(lambda: group.trainers.is_updating)
+        group.gone.set()
+        with pytest.raises(ClientGone):
+            await update
+        assert not group.trainers.is_updating and not group.running[0].is_held
+
+    emulated(shelf, test)
+
+
+def test_an_update_that_is_installed_during_a_replay_is_replayed_too(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        await group.post("/pause", {"mode": "keep"})
+        pausing = group.gate(1, "/pause")
+        await group.kill(1, then="starting")
+        await group.until(lambda: group.running[1].paths == ["/pause"])
+        installing = group.gate(0, COMMIT)
+        update = group.posting(DISK, ONE)
+        await group.until(lambda: COMMIT in group.running[0].paths)
+        pausing.set()
+        await group.settle()
+        assert group.states == ["ready", "starting"]
+        installing.set()
+        assert (await update)[1]["version"] == 1
+        await group.until(lambda: group.states == ["ready", "ready"])
+        assert group.running[1].version == 1 and group.running[1].is_paused
+
+    emulated(shelf, test)
+
+
+def test_the_replacement_of_a_replica_that_died_during_an_update_is_left_alone(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        gates = [group.gate(index, DISK) for index in (0, 1)]
+        aborting = group.gate(0, ABORT)
+        update = group.posting(DISK, ONE)
+        await group.until(lambda: all(DISK in one.paths for one in group.running))
+        group.may_start.clear()
+        await group.kill(1, then="starting")
+        await group.until(lambda: ABORT in group.running[0].paths)
+        aborting.set()
+        status, reply = await update
+        assert (status, reply["error"]["code"]) == (503, "replica_died")
+        group.may_start.set()
+        await group.until(lambda: group.states == ["ready", "ready"])
+        assert [len(one) for one in group.started] == [1, 2] and not any(one.is_set() for one in gates)
+
+    emulated(shelf, test)
+
+
+def test_a_replica_that_dies_during_a_command_is_replaced_once(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        group.gate(1, "/resume")
+        slow = group.gate(0, "/resume")
+        command = group.posting("/resume")
+        await group.until(lambda: all("/resume" in one.paths for one in group.running))
+        group.may_start.clear()
+        await group.kill(1, then="starting")
+        slow.set()
+        assert (await command)[0] == 200
+        await group.settle()
+        group.gates.clear()
+        group.may_start.set()
+        await group.until(lambda: group.states == ["ready", "ready"])
+        assert [len(one) for one in group.started] == [1, 2]
+
+    emulated(shelf, test)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/resume", {}), ("/pause", {"mode": "keep"}), ("/sleep", {"level": 1})])
+def test_a_replica_that_does_not_answer_is_replaced_after_weight_timeout(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, object]
+) -> None:
+    monkeypatch.setattr("nano_inference.server.front.trainers._MARGIN_S", 0.01)
+
+    async def test(group: Emulated) -> None:
+        group.gate(1, path)
+        command = group.posting(path, body)
+        await group.until(lambda: len(group.started[1]) > 1)
+        await command
+
+    emulated(shelf, test, weight_timeout=0.01)
+
+
+@pytest.mark.parametrize("body", [{"mode": "wait"}, {"wait_for_inflight_requests": True}])
+def test_a_pause_that_waits_for_requests_has_no_limit_while_the_replica_is_healthy(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
+) -> None:
+    monkeypatch.setattr("nano_inference.server.front.trainers._MARGIN_S", 0.01)
+
+    async def test(group: Emulated) -> None:
+        pausing = group.gate(1, "/pause")
+        command = group.posting("/pause", body)
+        await group.until(lambda: "/pause" in group.running[1].paths)
+        for _ in range(3):
+            assert not (await asyncio.wait({command}, timeout=0.03))[0]
+        pausing.set()
+        assert (await command)[0] == 200 and [len(one) for one in group.started] == [1, 1]
+        group.gate(1, "/pause")
+        command = group.posting("/pause", body)
+        await group.until(lambda: group.running[1].paths.count("/pause") == 2)
+        await group.settle()  # the other one answers
+        group.is_healthy = False
+        group.servers.mark(group.servers.all[1], "unreachable")
+        assert (await command)[0] == 200
+        await group.until(lambda: len(group.started[1]) == 2)
+
+    emulated(shelf, test, weight_timeout=0.01)

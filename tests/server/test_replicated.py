@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from nano_inference.server.front.trainers import OF_ONE_ENGINE
+from nano_inference.server.front.commands import OF_ONE_ENGINE
 from tests.server.replicated import BYTES, Group, replicated
 from tests.server.tiny import Running
 from tests.server.trainer import PROMPT, SHORT, fresh_tokens, held, make_weights, ok, refused, serving, until
@@ -106,11 +106,11 @@ def test_an_update_waits_for_replicas_that_start_and_can_be_aborted_meanwhile(gr
     group.may_start.clear()
     group.replicas[1][-1].kill()
     group.until(lambda: len(group.replicas[1]) == 2)
-    update = in_thread(lambda: send(group.front.client, "sglang", "one", shelf))
+    update = in_thread(lambda: send(group.front.client, "body", "one", shelf))
     group.until(lambda: trainers.is_updating)
     assert ok(group.post("/abort_weight_update", {}))["aborted"] is True
     refused(update.result(60), 409, "the update was aborted")
-    update = in_thread(lambda: send(group.front.client, "sglang", "one", shelf))
+    update = in_thread(lambda: send(group.front.client, "body", "one", shelf))
     group.until(lambda: trainers.is_updating)
     assert group.facts(0) == before and not update.done()
     group.may_start.set()

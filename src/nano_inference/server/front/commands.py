@@ -1,0 +1,107 @@
+"""What a command of trainers means to several replicas: which of them it concerns, and one reply of all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.schema import Body
+from nano_inference.server.trainers.context import Command
+from nano_inference.server.trainers.places import Stamps
+from nano_inference.server.trainers.schema import FromDiskBody, UpdateWeightsBody
+from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
+from nano_inference.server.trainers.vllm import VLLM_COMMANDS
+
+COMMANDS: Mapping[str, Command] = {one.path: one for one in (*VLLM_COMMANDS, *SGLANG_COMMANDS)}
+OF_ONE_ENGINE = frozenset(
+    {
+        *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/init_broadcaster"),
+        *("/shutdown_weight_transfer_engine", "/receive_weight_update", "/init_weights_update_group"),
+        *("/update_weights_from_distributed", "/destroy_weights_update_group", "/update_weights_from_tensor"),
+    }
+)
+"""Commands of process groups and of shared memory, in which a replica that starts later cannot take part."""
+UPDATES = frozenset({"/update_weights", "/update_weights_from_body", "/update_weights_from_disk"})
+STATES = frozenset(
+    {
+        *("/pause", "/resume", "/sleep", "/wake_up", "/pause_generation", "/continue_generation"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
+    }
+)
+COMMIT, ABORT, LABEL = "/commit_weight_update", "/abort_weight_update", "/update_weight_version"
+INSTEAD = "give a directory to /update_weights or /update_weights_from_disk, or a file to /update_weights_from_body"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Sent:
+    """A command that every replica gets."""
+
+    path: str
+    query: str = ""
+    content: bytes = b""
+    version: int | None = None  # the number of an update's weights
+    directory: tuple[str, str] | None = None  # of an update, its path and the field
+    stamps: Stamps = ()  # the files in it
+    is_partial: bool = False
+    waits: bool = False  # whether it takes effect only when requests have ended
+
+
+class Declined(ApiError):
+    """A replica answered with this error."""
+
+    def __init__(self, reply: httpx2.Response) -> None:
+        try:
+            found = dict(reply.json()["error"])
+        except (ValueError, KeyError, TypeError):  # not of this project's server
+            found = {"message": reply.text}
+        text, param, code = str(found.pop("message", "")), found.pop("param", None), found.pop("code", None)
+        found.pop("type", None)
+        headers = {name: reply.headers[name] for name in ("retry-after", "x-should-retry") if name in reply.headers}
+        super().__init__(reply.status_code, text, param=param, code=code, headers=headers, extra=found)
+
+
+class Gone(Exception):
+    """A replica did not answer. The message is one line."""
+
+
+def commit_of(sent: Sent) -> Sent:
+    return Sent(path=COMMIT, content=json.dumps({"version": sent.version}).encode(), waits=sent.waits)
+
+
+def waits_for_requests(body: Body) -> bool:
+    """Return whether a command waits for the end of requests."""
+    fields = body.model_dump(include={"mode", "on_running", "wait_for_inflight_requests"})
+    return "wait" in fields.values() or bool(fields.get("wait_for_inflight_requests"))
+
+
+def directory_of(body: Body) -> tuple[str, str]:
+    """Return an update's directory and its field. Raises `ApiError` for weights from a process group."""
+    if isinstance(body, FromDiskBody):
+        return body.model_path, "model_path"
+    assert isinstance(body, UpdateWeightsBody)
+    path, field = body.directory()
+    if path is None:
+        text = f"weight_dir: an update without a directory needs one engine, and this server has replicas: {INSTEAD}"
+        raise ApiError(501, text, param="weight_dir", code="not_supported")
+    return path, field
+
+
+def merged_reply(replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one reply of all: counts are added up. Raises `ApiError` if there is none, or if weights differ."""
+    if not replies:
+        raise queue_full("no replica accepts requests at the moment", code="no_replica")
+    if len({one.get("checksum") for one in replies}) > 1:
+        raise ApiError(500, "the replicas have different weights", code="weights_differ")
+    merged = dict(replies[0])
+    for name in {"num_aborted", "num_blocks", "flushed_items"} & merged.keys():
+        merged[name] = sum(one[name] for one in replies)
+    if "aborted" in merged:
+        merged["aborted"] = any(one["aborted"] for one in replies)
+    if str(merged.get("message")).endswith(" samples aborted"):
+        merged["message"] = f"{merged['num_aborted']} samples aborted"
+    return merged
