@@ -253,3 +253,52 @@ def test_a_pause_that_waits_for_requests_has_no_limit_while_the_replica_is_healt
         await group.until(lambda: len(group.started[1]) == 2)
 
     emulated(shelf, test, weight_timeout=0.01)
+
+
+def test_a_rolling_restart_ends_at_an_update_that_a_new_replica_could_not_read(
+    shelf: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(group: Emulated) -> None:
+        group.may_start.clear()
+        group.servers.restart_all()
+        await group.until(lambda: len(group.started[0]) == 2)
+        update = group.posting(BODY)
+        await group.until(lambda: group.trainers.is_updating)
+        group.may_start.set()
+        assert (await update)[1]["version"] == 1
+        await group.until(lambda: "rolling restart: refused" in caplog.text)
+        assert group.states == ["ready", "ready"] and [len(one) for one in group.started] == [2, 1]
+        assert all(one.version == 1 for one in group.running)
+
+    emulated(shelf, test)
+
+
+def test_no_replica_is_restarted_during_an_update(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        gathering = group.gate(1, BODY)
+        update = group.posting(BODY)
+        await group.until(lambda: BODY in group.running[1].paths)
+        group.servers.restart_all()
+        await group.settle()
+        assert group.states == ["ready", "ready"]
+        gathering.set()
+        assert (await update)[1]["version"] == 1
+        assert group.states == ["ready", "ready"] and [len(one) for one in group.started] == [1, 1]
+
+    emulated(shelf, test)
+
+
+def test_a_replica_that_drains_is_not_stopped_during_an_update(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        installing = group.gate(1, COMMIT)
+        update = group.posting(DISK, ONE)
+        await group.until(lambda: COMMIT in group.running[1].paths)
+        await group.settle()  # the first one has installed it: it answers no request now
+        group.servers.stop(group.servers.all[0])
+        await group.settle()
+        assert group.states == ["draining", "ready"] and not group.running[0].ended.is_set()
+        installing.set()
+        assert (await update)[1]["version"] == 1
+        await group.until(lambda: len(group.started[0]) == 2)
+
+    emulated(shelf, test)

@@ -134,7 +134,7 @@ async def serve_front(
             kind = Models(servers, client, dialects, config, needs_key=not policy.keys.is_empty)
         trainers = Trainers(servers, client, config, policy) if config.enable_rl else None
         if config.replicas:
-            loop.add_signal_handler(signal.SIGUSR1, (trainers or servers).restart_all)
+            loop.add_signal_handler(signal.SIGUSR1, servers.restart_all)
         front = Front(servers, kind, client, policy, stream_errors(dialects), config.request_timeout, trainers)
         guard = Guard(front, policy, lambda *done: log_access(record_of(*done)), error_bodies(dialects))
         listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))

@@ -135,6 +135,10 @@ class Servers:
         self._restarting: asyncio.Task[None] | None = None
         self.prepare: Callable[[Server], Awaitable[str]] = _nothing_to_do
         """Called with each server before it gets requests; returns why it "needs an update", or nothing."""
+        self.may_restart: Callable[[], bool] = lambda: True
+        """Returns whether a rolling restart may stop a server at the moment; a change must be notified."""
+        self.bar_to_restart: Callable[[], str] = str
+        """Returns why a new process could not replace a running one, or nothing."""
 
     @property
     def ready(self) -> list[Server]:
@@ -339,18 +343,20 @@ class Servers:
     async def _restart_all(self) -> None:
         _log.warning("rolling restart: started")
         for server in self.all:
-            await self._restart(server)
-            if server.state != "ready":
-                _log.error("rolling restart: ended early: %s %s", server.name, server.state)
+            if failure := await self._restart(server):
+                _log.error("rolling restart: %s", failure)
                 return
         _log.warning("rolling restart: finished")
 
-    async def _restart(self, server: Server) -> None:
-        """Restart a server when it has no open requests, while another one accepts new ones."""
+    async def _restart(self, server: Server) -> str:
+        """Restart a server when it has no open requests, while another accepts new ones; return why not, or nothing."""
         may_stop = ("ready", "unreachable", NEEDS_UPDATE)
-        await self.until(lambda: server.state in may_stop and bool(set(self.ready) - {server}))
+        await self.until(lambda: self.may_restart() and server.state in may_stop and bool(set(self.ready) - {server}))
+        if bar := self.bar_to_restart():
+            return f"refused, because {bar}"
         await self.stop(server, self._drain_timeout)
         await self.until(lambda: server.state in ("ready", NEEDS_UPDATE))
+        return "" if server.state == "ready" else f"ended early: {server.name} {server.state}"
 
     async def _check(self, server: Server) -> None:
         """Take a server out of the routing while its GET /health fails."""

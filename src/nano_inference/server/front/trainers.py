@@ -73,7 +73,8 @@ class Trainers:
         """The update that a client holds, and the replicas that hold it with their URLs."""
         self._journal: list[Sent] = []  # what makes a new replica equal to the others
         self._lost = ""  # why the weights in force cannot be read again
-        servers.prepare = self.prepare
+        servers.prepare, servers.may_restart = self.prepare, lambda: not self._phase
+        servers.bar_to_restart = lambda: self._lost and f"the weights in force {self._lost}: update them first"
 
     @property
     def is_updating(self) -> bool:
@@ -109,13 +110,6 @@ class Trainers:
             return await self._commit_held(body)
         sent = Sent(path=path, query=request.url.query, content=data, waits=waits_for_requests(body))
         return await while_connected(self._command(sent), receive)
-
-    def restart_all(self) -> None:
-        """Start a rolling restart, unless new processes could not read the weights in force."""
-        if self._lost:
-            _log.error("rolling restart: refused, because the weights in force %s: update them first", self._lost)
-        else:
-            self._servers.restart_all()
 
     async def prepare(self, server: Server) -> str:
         """Make a server that starts equal to the others; return why it cannot get requests, or nothing.
@@ -212,11 +206,14 @@ class Trainers:
             self._check_aborted()
             self._phase = "gathering"
             holders = self._holders(sent)
-            reply = await self._gather(holders, sent, Copies(receive, len(holders)) if command.takes_stream else None)
-            if fields["hold"]:
-                self._held = sent, {one: one.url for one in holders}
-                return {**reply, "held_version": self.version + 1}
-            return {**command.reply, **await self._install(holders, replace(sent, version=self.version + 1))}
+            copies = Copies(receive, len(holders)) if command.takes_stream else None
+            with self._in_use(holders):
+                reply = await self._gather(holders, sent, copies)
+                if not fields["hold"]:
+                    version = self.version + 1
+                    return {**command.reply, **await self._install(holders, replace(sent, version=version))}
+            self._held = sent, {one: one.url for one in holders}
+            return {**reply, "held_version": self.version + 1}
 
     async def _until_started(self, sent: Sent, *, has_to_hold: bool) -> None:
         """Wait until replicas that start can take part in an update, at most `weight_timeout`.
@@ -268,6 +265,18 @@ class Trainers:
             yield
         finally:
             self._phase = ""
+            self._servers.notify()
+
+    @contextmanager
+    def _in_use(self, servers: Sequence[Server]) -> Iterator[None]:
+        """Count a request of each server during the block: one that drains is not stopped before its end."""
+        for server in servers:
+            server.num_open += 1
+        try:
+            yield
+        finally:
+            for server in servers:
+                server.num_open -= 1
             self._servers.notify()
 
     async def _gather(self, holders: Sequence[Server], sent: Sent, copies: Copies | None) -> dict[str, Any]:
@@ -374,19 +383,17 @@ class Trainers:
         content = sent.content if body is None else body
         kind = {"content-type": JSON_TYPE if isinstance(content, bytes) else BYTES_TYPE} if content else {}
         url = f"{server.url}{sent.path}?{sent.query}"
-        server.num_open += 1  # a rolling restart waits for its end
         asking = asyncio.ensure_future(self._client.post(url, content=content, headers={**self._headers, **kind}))
         try:
-            while not (await asyncio.wait({asking}, timeout=limit))[0]:
-                if not sent.waits or server.state == "unreachable":
-                    raise Gone(f"{server.name} did not answer within {limit:g} seconds")
-            reply = asking.result()
+            with self._in_use([server]):
+                while not (await asyncio.wait({asking}, timeout=limit))[0]:
+                    if not sent.waits or server.state == "unreachable":
+                        raise Gone(f"{server.name} did not answer within {limit:g} seconds")
+                reply = asking.result()
         except httpx2.HTTPError as error:
             raise Gone(f"{server.name} died ({type(error).__name__})") from None
         finally:
             asking.cancel()
-            server.num_open -= 1
-            self._servers.notify()
         if reply.status_code != 200:
             raise Declined(reply)
         return reply
