@@ -302,3 +302,53 @@ def test_a_replica_that_drains_is_not_stopped_during_an_update(shelf: Path) -> N
         await group.until(lambda: len(group.started[0]) == 2)
 
     emulated(shelf, test)
+
+
+def test_a_repeated_pause_that_fails_or_is_left_keeps_the_earlier_one(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        assert (await group.post("/pause", {"mode": "keep"}))[0] == 200
+        group.refusing["/pause"] = {1: (409, "overtaken")}
+        assert (await group.post("/pause", {"mode": "keep"}))[0] == 409
+        group.refusing.clear()
+        await group.kill(1)
+        assert group.running[1].is_paused
+        pausing = group.gate(0, "/pause")
+        again = group.posting("/pause", {"mode": "keep"})
+        await group.until(lambda: group.running[0].paths.count("/pause") == 3)
+        group.gone.set()
+        with pytest.raises(ClientGone):
+            await again
+        pausing.set()
+        await group.kill(1)
+        assert group.running[1].is_paused
+
+    emulated(shelf, test)
+
+
+def test_a_command_whose_client_leaves_reaches_all_replicas(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        pausing = group.gate(1, "/pause")
+        command = group.posting("/pause", {"mode": "keep"})
+        await group.until(lambda: "/pause" in group.running[1].paths)
+        group.gone.set()
+        with pytest.raises(ClientGone):
+            await command
+        pausing.set()
+        await group.until(lambda: group.running[1].is_paused)
+        await group.kill(0)
+        assert group.running[0].is_paused
+
+    emulated(shelf, test)
+
+
+def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        group.may_start.clear()
+        for index in (0, 1):
+            await group.kill(index, then="starting")
+        assert (await group.post("/pause", {"mode": "keep"}))[1]["error"]["code"] == "no_replica"
+        group.may_start.set()
+        await group.until(lambda: group.states == ["ready", "ready"])
+        assert not any(one.is_paused for one in group.running)
+
+    emulated(shelf, test)

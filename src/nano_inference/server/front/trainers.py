@@ -72,6 +72,7 @@ class Trainers:
         self._held: tuple[Sent, dict[Server, str]] | None = None
         """The update that a client holds, and the replicas that hold it with their URLs."""
         self._journal: list[Sent] = []  # what makes a new replica equal to the others
+        self._commands: set[asyncio.Task[dict[str, Any]]] = set()
         self._lost = ""  # why the weights in force cannot be read again
         servers.prepare, servers.may_restart = self.prepare, lambda: not self._phase
         servers.bar_to_restart = lambda: self._lost and f"the weights in force {self._lost}: update them first"
@@ -109,7 +110,12 @@ class Trainers:
         if isinstance(body, CommitBody):
             return await self._commit_held(body)
         sent = Sent(path=path, query=request.url.query, content=data, waits=waits_for_requests(body))
-        return await while_connected(self._command(sent), receive)
+        if sent.waits:  # ends if its client leaves, as in one engine
+            return await while_connected(self._command(sent), receive)
+        task = asyncio.ensure_future(self._command(sent))
+        self._commands.add(task)  # it reaches all replicas, also if the client leaves
+        task.add_done_callback(self._commands.discard)
+        return await while_connected(asyncio.shield(task), receive)
 
     async def prepare(self, server: Server) -> str:
         """Make a server that starts equal to the others; return why it cannot get requests, or nothing.
@@ -159,17 +165,22 @@ class Trainers:
             if ends_update := self._phase in ("waiting", "gathering"):
                 self._phase = "aborted"
                 self._servers.notify()
-        if is_kept := sent.path in STATES or sent.path == LABEL:
+        if not self._servers.running:
+            raise queue_full("no replica accepts requests at the moment", code="no_replica")
+        before = self._journal
+        if sent.path in STATES or sent.path == LABEL:
             same = (sent.path, sent.query, sent.content)
-            self._journal = [one for one in self._journal if (one.path, one.query, one.content) != same] + [sent]
+            self._journal = [one for one in before if (one.path, one.query, one.content) != same] + [sent]
+        after = self._journal
         try:
             replies = await self._everywhere(self._servers.running, sent, self._answer_s)
             for server, reply in replies.items():
                 if isinstance(reply, Declined) and server.state != "draining":
                     raise reply
         except BaseException:
-            if is_kept and sent in self._journal:
-                self._journal.remove(sent)
+            later = [one for one in self._journal if one not in after]
+            dropped = [one for one in after if one not in self._journal]
+            self._journal = [one for one in before if one not in dropped] + later
             raise
         answered = {server: one.json() for server, one in replies.items() if isinstance(one, httpx2.Response)}
         found = [one for server, one in answered.items() if server.state != NEEDS_UPDATE] or list(answered.values())
@@ -342,7 +353,7 @@ class Trainers:
         else:
             if not sent.is_partial:
                 self._forget_updates("")
-            self._journal.append(sent)
+            self._journal = [*self._journal, sent]
         for server, process in zip(holders, processes, strict=True):
             if server in installed and server.state == NEEDS_UPDATE:
                 self._servers.mark(server, "ready")
