@@ -35,6 +35,7 @@ class Replica:
         self.version, self.is_held, self.is_paused, self.is_asleep, self.weights = 0, False, False, False, "present"
         self.ended, self.aborts = asyncio.Event(), asyncio.Event()
         self.paths: list[str] = []
+        self.keys: set[str] = set()
         self._group, self._index = group, index
 
     async def ready(self) -> str:
@@ -57,6 +58,7 @@ class Replica:
     async def answer(self, request: httpx2.Request) -> httpx2.Response:
         path, body = request.url.path, await request.aread()
         self.paths.append(path)
+        self.keys.add(request.headers.get("authorization", ""))
         if self._index in self._group.refusing.get(path, {}):
             status, code = self._group.refusing[path][self._index]
             error = {"message": "emulated", "param": None, "code": code, "type": "t"}
@@ -102,7 +104,7 @@ class Emulated:
         self.may_start.set()
         self.is_healthy = True
         self.gone = asyncio.Event()  # set: the clients of all requests have left
-        config = ServerConfig(port=0, replicas=2, enable_rl=True, weights_dir=str(shelf), **settings)
+        config = ServerConfig(replicas=2, enable_rl=True, weights_dir=str(shelf), **settings)
         self.client = httpx2.AsyncClient(transport=httpx2.MockTransport(self._answer))
         behind = [Server(names=(f"replica {index}",), start=self._starter(index)) for index in (0, 1)]
         self.servers = Servers(behind, self.client, retry=(0.001, 0.001))

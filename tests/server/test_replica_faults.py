@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from nano_inference.config import EngineConfig
+from nano_inference.server.app import guard_policy
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
+from nano_inference.server.front.run import setup_of
 from nano_inference.server.guard import ClientGone
+from nano_inference.server.security import KeyRing
 from tests.server.emulated import ABORT, BODY, COMMIT, DISK, Emulated, emulated
 
 ONE, TWO = {"model_path": "one"}, {"model_path": "two"}
@@ -352,3 +357,19 @@ def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
         assert not any(one.is_paused for one in group.running)
 
     emulated(shelf, test)
+
+
+def test_replicas_behind_a_unix_socket_need_a_secret_admin_key(shelf: Path) -> None:
+    config = ServerConfig(uds=str(shelf / "socket"), replicas=2, enable_rl=True)
+    policy = guard_policy(config, KeyRing.of(()))
+    found = setup_of(EngineConfig(model_path="m"), config, policy, ("m",), shelf)["server"]
+    assert len(found["admin_key"]) == 1 and len(found["admin_key"][0]) == 64 and not found["api_key"]
+    behind = guard_policy(ServerConfig.from_dict(found), KeyRing.of(()))
+    assert behind.keys.is_empty and behind.admins.identify(found["admin_key"][0]) == 0
+
+    async def test(group: Emulated) -> None:
+        await group.post("/pause")
+        (key,) = group.running[0].keys
+        assert key.startswith("Bearer ") and len(key) == 71
+
+    emulated(shelf, test, uds=str(shelf / "socket"))

@@ -25,12 +25,12 @@ from nano_inference.server.front.forwarding import make_client
 from nano_inference.server.front.front import Front, Replicas
 from nano_inference.server.front.models import Models
 from nano_inference.server.front.servers import MemoryLimits, Server, Servers
-from nano_inference.server.front.trainers import Trainers
+from nano_inference.server.front.trainers import Trainers, keys_of_replicas
 from nano_inference.server.guard import Guard, GuardPolicy
 from nano_inference.server.log import log_access, record_of
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, Shutdown, close_listener, remove_socket
-from nano_inference.server.security import is_loopback_name, load_admin_keys, load_keys
+from nano_inference.server.security import is_loopback_name, load_keys
 from nano_inference.server.trainers.places import weights_root
 
 _SPARE_CONNECTIONS = 64
@@ -61,7 +61,7 @@ def setup_of(
         served_model_name=names if config.further_model else config.served_model_name,
         api_key=load_keys(config),
         api_key_file=None,
-        admin_key=load_admin_keys(config),
+        admin_key=keys_of_replicas(config, policy),
         admin_key_file=None,
         weights_dir=None if root is None else str(root),
         allowed_host=(),

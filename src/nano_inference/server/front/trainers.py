@@ -66,7 +66,7 @@ class Trainers:
         self._servers, self._client, self._policy = servers, client, policy
         self._root = weights_root(config.weights_dir)
         self._weight_s, self._answer_s = config.weight_timeout, config.weight_timeout + _MARGIN_S
-        keys = load_admin_keys(config) or load_keys(config)
+        keys = keys_of_replicas(config, policy) or load_keys(config)
         self._headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
         self._phase: Literal["", "waiting", "aborted", "gathering", "installing"] = ""
         self._held: tuple[Sent, dict[Server, str]] | None = None
@@ -408,3 +408,13 @@ class Trainers:
         if reply.status_code != 200:
             raise Declined(reply)
         return reply
+
+
+def keys_of_replicas(config: ServerConfig, policy: GuardPolicy) -> tuple[str, ...]:
+    """Return the admin keys that replicas accept: without any key a secret one, since they listen on TCP ports.
+
+    Clients of the whole need none, if only this user can open its socket.
+    """
+    keys = load_admin_keys(config)
+    needs_own = config.enable_rl and config.uds is not None and not keys and policy.keys.is_empty
+    return (policy.admins.secret.hex(),) if needs_own else keys
