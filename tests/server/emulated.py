@@ -188,7 +188,8 @@ def emulated(shelf: Path, test: Callable[[Emulated], Awaitable[None]], **setting
         group = Emulated(shelf, **settings)
         await group.servers.open()
         try:
-            await test(group)
+            async with asyncio.timeout(120):  # a command that waits for ever fails the test
+                await test(group)
         finally:
             await group.servers.close()
             await group.client.aclose()
