@@ -79,7 +79,8 @@ class RayWorker:
     async def open(self, timeout: float) -> None:
         """Wait until the engine is open. Raises `WorkerDied` after `timeout` seconds."""
         try:
-            self.limits = await asyncio.wait_for(self._answer(self._actor.open.remote()), timeout)
+            async with asyncio.timeout(timeout):
+                self.limits = await self._answer(self._actor.open.remote())
         except TimeoutError:
             raise WorkerDied(f"{self.name}: did not start within {timeout:g} s; has Ray the CPUs and GPUs?") from None
 

@@ -71,7 +71,8 @@ class RayReplica:
 
     async def stop(self, timeout: float) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(self._actor.stop.remote(timeout), timeout + _MARGIN_S)
+            async with asyncio.timeout(timeout + _MARGIN_S):
+                await self._actor.stop.remote(timeout)
         self._ray.kill(self._actor, no_restart=True)
 
 
@@ -125,7 +126,8 @@ class RayCluster:
             # Without its control service, Ray's call never returns: nothing may wait for this thread.
             threading.Thread(target=ask, args=(answer,), daemon=True).start()
             try:
-                is_alive = await asyncio.wait_for(answer, _ANSWER_S)
+                async with asyncio.timeout(_ANSWER_S):
+                    is_alive = await answer
             except TimeoutError:
                 is_alive = False
             if not is_alive:

@@ -76,7 +76,8 @@ class ServerProcess:
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self.wait()
         except TimeoutError:
             self._popen.kill()
             await self.wait()

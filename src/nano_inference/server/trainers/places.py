@@ -51,7 +51,8 @@ async def seen_at(root: Path | None, path: str, field: str, look: Callable[[Path
     """
     looking = in_thread(lambda: look(place_of(root, path, field)), lambda _: None, "weight-place")
     try:
-        return await asyncio.wait_for(looking, _FILE_SYSTEM_TIMEOUT_S)
+        async with asyncio.timeout(_FILE_SYSTEM_TIMEOUT_S):  # Python 3.11's wait_for can lose a cancellation
+            return await looking
     except TimeoutError:
         text = f"{field}: the file system did not answer within {_FILE_SYSTEM_TIMEOUT_S:g} seconds"
         raise ApiError(503, text, param=field, code="no_answer") from None
