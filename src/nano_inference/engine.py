@@ -619,8 +619,7 @@ class InferenceEngine:
     def commit_update(self, *, blocking: bool = True, version: int | None = None) -> int:
         """Install a held update: as `finish_update` does, or in `tick` without `blocking`. Raises `BadRequest` too.
 
-        `version` is the new weights' number, above the installed one; by default the next. Several engines that got
-        the same updates can thus have equal numbers, also one that was started later.
+        `version`, above the installed one, is the new weights' number, as in other engines; by default the next.
         """
         check_bool("blocking", blocking)
         with self._driving:
