@@ -147,16 +147,29 @@ def test_an_update_waits_for_a_replica_that_starts_no_longer_than_weight_timeout
     emulated(shelf, test, weight_timeout=0.01)
 
 
+def test_an_option_of_held_updates_needs_hold(shelf: Path) -> None:
+    async def test(group: Emulated) -> None:
+        status, reply = await group.post("/update_weights", {"weight_dir": "one", "partial": True})
+        assert (status, reply["error"]["param"]) == (400, "partial")
+        assert not group.running[0].paths
+        assert (await group.post("/update_weights", {"weight_dir": "one", "partial": True, "hold": True}))[0] == 200
+
+    emulated(shelf, test)
+
+
 def test_an_update_ends_if_its_client_leaves_while_it_waits_for_replicas(shelf: Path) -> None:
     async def test(group: Emulated) -> None:
         group.may_start.clear()
         await group.kill(1, then="starting")
         update = group.posting(DISK, HELD)
-        await group.until(lambda: group.trainers.is_updating)
+        await group.settle()
         group.gone.set()
         with pytest.raises(ClientGone):
             await update
-        assert not group.trainers.is_updating and not group.running[0].is_held
+        assert not group.running[0].paths
+        group.gone.clear()
+        group.may_start.set()
+        assert (await group.post(DISK, ONE))[0] == 200  # not 409: none is in progress
 
     emulated(shelf, test)
 

@@ -54,7 +54,7 @@ class Reply(Generic[Options]):
 
     def whole(self) -> Any:
         """Return the JSON value of a reply that is not streamed."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `whole`")
 
     def start(self) -> bytes:
         """Return the events that start a stream."""
@@ -62,7 +62,7 @@ class Reply(Generic[Options]):
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         """Return the events of one decoded delta, which the sample's transcript includes."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no `part`: its route does not stream")
 
     def end(self) -> bytes:
         """Return the events that end a stream without an error: [DONE]."""

@@ -48,8 +48,9 @@ from nano_inference.server.security import BYTES_TYPE, JSON_TYPE, load_admin_key
 from nano_inference.server.trainers.context import Command, fields_of, json_response
 from nano_inference.server.trainers.places import stamps_at, weights_root
 from nano_inference.server.trainers.routes import sglangs_error
-from nano_inference.server.trainers.schema import CommitBody
+from nano_inference.server.trainers.schema import CommitBody, UpdateWeightsBody
 from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
+from nano_inference.server.trainers.vllm import refuse_unheld
 
 _MARGIN_S = 10.0  # in which a replica reports that `weight_timeout` has passed
 _ABORT_S, _RETRY_S = 30.0, 0.5  # most seconds of an abort, and between two while a replica still gathers
@@ -200,6 +201,8 @@ class Trainers:
     ) -> dict[str, Any]:
         """Install an update in all replicas; with its `hold`, let them hold it. `receive` yields a stream's pieces."""
         fields = body.model_dump(include={"hold", "partial"})
+        if isinstance(body, UpdateWeightsBody):
+            refuse_unheld(body)
         directory = None if command.takes_stream else directory_of(body)
         query = [pair for pair in parse_qsl(request.url.query, keep_blank_values=True) if pair[0] != "hold"]
         sent = Sent(
@@ -302,7 +305,8 @@ class Trainers:
         copying = [] if copies is None else [asyncio.ensure_future(copies.fill())]
         try:
             if not holders:
-                raise queue_full("no replica accepts updates at the moment", code="no_replica")
+                lacking = " of a part of the weights" if sent.is_partial else ""
+                raise queue_full(f"no replica accepts updates{lacking} at the moment", code="no_replica")
             await asyncio.wait([*asking, *copying], return_when=asyncio.FIRST_EXCEPTION)
             for task in (*copying, *asking):
                 if task.done():

@@ -92,7 +92,7 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
         if directory is None:
             raise refused("hold", "give the weights as a directory, in weight_dir")
         return await rl.install(body.update(await rl.weights_in(directory, field)))
-    _refuse_given(body, ("on_running", "partial", "allow_nonfinite"), "needs hold=true")
+    refuse_unheld(body)
     if body.update_info is None and not is_part and rl.groups.has(BROADCASTER):
         # `weight_dir` has markers only.
         with rl.groups.receive_state_dicts(BROADCASTER) as source:
@@ -112,6 +112,12 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
         with rl.groups.receive(part.group_name or GROUP, *tensors, "dtype_names", part.bucket_bytes) as source:
             await opened.add(source)
     return None
+
+
+def refuse_unheld(body: UpdateWeightsBody) -> None:
+    """Raise `ApiError` for an option of held updates without `hold`."""
+    if not body.hold:
+        _refuse_given(body, ("on_running", "partial", "allow_nonfinite"), "needs hold=true")
 
 
 def _refuse_given(body: UpdateWeightsBody, names: tuple[str, ...], why: str) -> None:
