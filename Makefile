@@ -51,18 +51,19 @@ lint: .venv/ready-dev
 
 # The fast files: tests/slow.txt lists the others. Five to eleven minutes on two cores; no download, no browser.
 check: .venv/ready-dev
-	$(PYTEST) -m "not model" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
+	$(PYTEST) -m "not model and not slow and not nightly" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
 
 # `make test` with all random cases of tests/effort.py instead of a third of them.
 thorough:
 	NANO_INFERENCE_THOROUGH=1 $(MAKE) test
+	$(PYTEST) -m nightly
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
 	$(BIN)/python benchmarks/tool_texts.py --texts 1000
 	$(BIN)/python benchmarks/reliability/fuzz_templates.py
 
 # The tests without the default model and without a download.
 fast: .venv/ready-dev
-	$(PYTEST) -m "not model"
+	$(PYTEST) -m "not model and not nightly"
 
 # Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: half an hour of one core at first.
 # Results are stored one by one, so a run that was stopped continues.
