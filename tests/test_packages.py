@@ -7,10 +7,9 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,24 +29,22 @@ from tests.server.tiny import make_tiny
 ROOT = Path(__file__).parents[1]
 ESSENTIAL = ("torch", "numpy", "safetensors", "tokenizers")
 RUN_COMMAND = "import sys; from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
-COMMANDS: Mapping[str, str] = MappingProxyType(
-    {
-        "cyclopts": "doctor",
-        "gguf": "tokenize hello --model {gguf}",
-        "h11": "serve --model {tiny}",
-        "httpx2": "chat --server http://127.0.0.1:1 --prompt hello",
-        "huggingface-hub": "models list",
-        "prometheus-client": "serve --model {tiny}",
-        "prompt-toolkit": "chat --model {tiny}",
-        "psutil": "serve --model {tiny} --further-model two={tiny}",
-        "pydantic": "serve --model {tiny}",
-        "regex": "serve --model {tiny}",
-        "rich": "generate hello --model {tiny}",
-        "starlette": "serve --model {tiny}",
-        "tiktoken": "tokenize hello --model calculator",
-        "uvicorn": "serve --model {tiny}",
-    }
-)
+COMMANDS = {
+    "cyclopts": "doctor",
+    "gguf": "tokenize hello --model {gguf}",
+    "h11": "serve --model {tiny}",
+    "httpx2": "chat --server http://127.0.0.1:1 --prompt hello",
+    "huggingface-hub": "models list",
+    "prometheus-client": "serve --model {tiny}",
+    "prompt-toolkit": "chat --model {tiny}",
+    "psutil": "serve --model {tiny} --further-model two={tiny}",
+    "pydantic": "serve --model {tiny}",
+    "regex": "serve --model {tiny}",
+    "rich": "generate hello --model {tiny}",
+    "starlette": "serve --model {tiny}",
+    "tiktoken": "tokenize hello --model calculator",
+    "uvicorn": "serve --model {tiny}",
+}
 """A command that needs each package."""
 
 
@@ -80,7 +77,6 @@ def others_than(*packages: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def others() -> list[str]:
-    """Every installed top-level module but those of the essential packages and of what they import."""
     return others_than()
 
 
@@ -93,11 +89,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf_packages") / "tiny.gguf"
     return write_gguf(path, "llama", make_model("llama", num_hidden_layers=1))
-
-
-def modules_of(*packages: str) -> list[str]:
-    """Return the top-level modules of these packages."""
-    return [module for module, package in PACKAGES.items() if package in packages]
 
 
 @pytest.fixture(scope="module")
@@ -134,24 +125,6 @@ def test_every_public_name_imports_with_the_essential_packages_alone(others: lis
     assert done.stdout.strip() == str(len(nano_inference.__all__)), done.stderr
 
 
-def test_the_cuda_benchmark_runs_with_the_essential_packages_alone(
-    others: list[str], forks: Forks, tmp_path: Path
-) -> None:
-    """Its dry run: every section but the slowest, on a CPU; the figures mean nothing."""
-    out = tmp_path / "cuda.json"
-    code = "import runpy, sys; sys.argv[0] = 'benchmarks/cuda.py'; runpy.run_path(sys.argv[0], run_name='__main__')"
-    only = "ceilings,kernels,profile,tests"
-    done = forks.run(code, "--dry", "--only", only, "--out", out, hidden=others)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(out.read_text())
-    assert report["is_dry"] and {one["section"] for one in report["figures"]} == {
-        "ceilings", "kernels", "profile", "tests"
-    }  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.startswith("dry ")]
-    assert len(lines) == len(report["figures"]) > 15
-    assert any("of copy" in one for one in report["figures"])
-
-
 def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alone(forks: Forks) -> None:
     """A module that cannot be imported would stop all of them; those that need other packages are skipped."""
     code = "import os, sys; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; import pytest; sys.exit(pytest.main())"
@@ -183,15 +156,14 @@ def test_each_feature_names_the_package_it_lacks(
 @pytest.mark.parametrize("package", COMMANDS)
 def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_file: Path, forks: Forks) -> None:
     words = [word.format(tiny=tiny, gguf=gguf_file) for word in COMMANDS[package].split()]
-    done = forks.run(RUN_COMMAND, *words, hidden=modules_of(package))
+    done = forks.run(RUN_COMMAND, *words, hidden=[module for module, one in PACKAGES.items() if one == package])
     wanted = rf"nano-inference: .*\bneeds the package {package}: pip install {package}\n"
     assert done.returncode == 2 and re.fullmatch(wanted, done.stderr), done.stderr
     assert done.stdout == ""
 
 
 def test_generate_runs_without_what_it_does_not_use(tiny: Path, forks: Forks) -> None:
-    used = {"cyclopts", "rich"}
-    hidden = modules_of(*set(PACKAGES.values()) - used)
+    hidden = [module for module, package in PACKAGES.items() if package not in ("cyclopts", "rich")]
     words = ("generate", "hello", "--model", tiny, "--max-tokens", "4", "--temperature", "0", "--quiet")
     done = forks.run(RUN_COMMAND, *words, hidden=hidden)
     assert done.returncode == 0 and done.stdout, done.stderr
@@ -224,10 +196,3 @@ def test_packages_lists_every_import_and_every_dependency() -> None:
     assert imported == {*ESSENTIAL, *PACKAGES, *with_torch, "filelock", "llguidance", "ray", "triton", "verl"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {Requirement(text).name for text in project["dependencies"]} == {*ESSENTIAL, *with_torch, *PACKAGES.values()}
-
-
-def test_the_environment_of_other_peoples_clients_has_the_plugin_whose_option_is_set() -> None:
-    """Without it pytest ends with "Unknown config option"."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    recipe = (ROOT / "Makefile").read_text().partition("\n.venv-clients/ready:")[2].partition("\n\n")[0]
-    assert options["timeout"] and "'pytest-timeout" in recipe and "'pytest>=" in recipe
