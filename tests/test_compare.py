@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -16,7 +14,7 @@ BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 
 import compare  # noqa: E402
-from peers import chat_servers, report, roster, worker  # noqa: E402
+from peers import chat_servers, report, worker  # noqa: E402
 from peers.chat_servers import ChatServer  # noqa: E402
 from peers.roster import FLOAT, QUANTISED, Plan  # noqa: E402
 from peers.worker import Worker  # noqa: E402
@@ -54,30 +52,6 @@ def test_failed_engine_is_reported_and_others_run() -> None:
     cells = compare.in_turns(PLANS, ["decode1"], turn, 2)["decode1"]
     assert cells[FAST.name] == {"error": "no room"}
     assert len(cells[SLOW.name]["values"]) == 2
-
-
-def test_new_fastest_program_gets_as_many_turns() -> None:
-    def turn(plan: Plan, repetition: int) -> compare.Figures:
-        rate = 1.0 if plan is FAST and repetition else RATES[plan.name]
-        return {"decode1": ("tok/s", rate)}
-
-    cells = compare.in_turns(PLANS, ["decode1"], turn, 3)["decode1"]
-    assert report.fastest("decode1", cells, PLANS, (FLOAT,)) == SLOW.name
-    assert {name: len(one["values"]) for name, one in cells.items()} == {
-        **dict.fromkeys((OURS.name, SLOW.name, SMALL.name), 3),
-        FAST.name: 3,
-    }
-
-
-def test_the_fastest_of_every_table_has_further_turns() -> None:
-    def turn(plan: Plan, repetition: int) -> compare.Figures:
-        ready = {"serve ready": ("s", RATES[plan.name])} if not repetition else {}
-        return {"serve": ("tok/s", RATES[plan.name])} | ready
-
-    tables = compare.in_turns(PLANS, ["serve", "serve ready"], turn, 2)
-    assert report.fastest("serve ready", tables["serve ready"], PLANS, (FLOAT,)) == SLOW.name
-    assert {name: len(one["values"]) for name, one in tables["serve"].items()} == dict.fromkeys(RATES, 2)
-    assert len(tables["serve ready"][SLOW.name]["values"]) == 1, "some figures come in the first turn only"
 
 
 def test_a_failure_after_the_first_turn_keeps_what_was_measured_and_ends_the_turns() -> None:
@@ -126,100 +100,6 @@ def test_a_ratio_has_its_own_worst_and_best() -> None:
     assert [lower["any"][key] for key in ("low", "ratio", "high")] == pytest.approx([8 / 40, 1 / 3, 12 / 20])
     assert [higher[key] for key in ("median", "min", "max", "runs")] == [30, 20, 40, 3]
     assert [higher["float"][key] for key in ("median", "min", "max", "runs")] == [10, 8, 12, 3]
-
-
-def planned(*flags: str) -> list[Plan]:
-    """Return the plans that these flags name, for models that need not exist."""
-    parser = argparse.ArgumentParser()
-    roster.add_flags(parser)
-    parser.set_defaults(threads=2, llama_server="")
-    return roster.plans_for(parser.parse_args(flags), Path("/model.gguf"), Path("/float32"))
-
-
-def named(plans: list[Plan], start: str) -> list[Plan]:
-    return [plan for plan in plans if plan.name.startswith(start)]
-
-
-def test_rows_of_this_engine_are_named_by_label_model_and_dtype() -> None:
-    eight, float32, *_ = planned("--ours", "eight=/models/a:b.gguf:int8,f=float32:auto")
-    assert eight.name == "nano-inference eight"
-    assert eight.worker[2:] == ("/models/a:b.gguf", "2", "int8")
-    assert float32.worker[2] == "/float32"
-    assert [eight.precision, float32.precision] == [QUANTISED, FLOAT]
-    with pytest.raises(SystemExit, match="label=model:dtype"):
-        planned("--ours", "default")
-
-
-def test_a_row_without_logprobs_runs_only_what_asks_for_them(tmp_path: Path) -> None:
-    (tmp_path / "m.f32.gguf").touch()
-    float32, _, full, plain = named(planned("--llama-server", "any", "--llama-models", str(tmp_path)), "llama.cpp")
-    assert [full.precision, float32.precision] == [QUANTISED, FLOAT]
-    assert [full.takes(name) for name in ("rollout", "decode1", "serve")] == [True, True, True]
-    assert [plain.takes(name) for name in ("rollout", "decode1", "serve")] == [True, False, False]
-    assert (full.lacks, plain.lacks) == ((), ("rollout",))
-
-
-def test_vllm_has_its_libraries_preloaded_as_far_as_they_are_there(tmp_path: Path) -> None:
-    assert roster.vllm_libraries(tmp_path / "venv", tmp_path) == []
-    files = [tmp_path / "venv/lib/libiomp5.so", tmp_path / "usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"]
-    for file in files:
-        file.parent.mkdir(parents=True)
-        file.touch()
-    assert roster.vllm_libraries(tmp_path / "venv", tmp_path) == files[::-1]
-    (plan,) = named(planned("--vllm-python", str(tmp_path / "venv/bin/python")), "vllm")
-    assert plan.server[:2] == (str(tmp_path / "venv/bin/python"), "-m")
-    assert str(files[0]) in plan.environment["LD_PRELOAD"]
-    assert plan.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-
-
-def test_models_are_found_by_the_precision_in_their_names(tmp_path: Path) -> None:
-    for name in ("m.f32.gguf", "M.Q8_0.gguf", "m.q2_k.gguf", "m.gguf"):
-        (tmp_path / name).touch()
-    plans = named(planned("--llama-server", "any", "--llama-models", str(tmp_path)), "llama.cpp")
-    found = {plan.name.split()[1]: plan.worker[2] for plan in plans}
-    assert found == {"f32": f"{tmp_path}/m.f32.gguf", "q8_0": f"{tmp_path}/M.Q8_0.gguf", "q4_1": "/model.gguf"}
-
-
-def test_chats_differ_from_the_first_words() -> None:
-    prompts = [*chat_servers.chat_prompts(0), *chat_servers.chat_prompts(1)]
-    assert len({prompt[: prompt.index(")")] for prompt in prompts}) == 2 * chat_servers.CHATS
-
-
-def test_flags_can_be_read() -> None:
-    parser = argparse.ArgumentParser()
-    roster.add_flags(parser)
-    assert parser.parse_args([]).vllm_python == ""
-
-
-def test_a_chart_is_drawn_and_stays_small(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plans = [*PLANS, *(Plan(name=f"peer {index}") for index in range(9))]
-    cells = {plan.name: report.cell("tok/s", [10.0 + index]) for index, plan in enumerate(plans)}
-    table = {name: cells | {"x": {"error": "no"}} for name in report.ABOUT} | {"none": {"x": {"error": "no"}}}
-    report.draw(table, plans, tmp_path / "chart.png")
-    assert 1000 < (tmp_path / "chart.png").stat().st_size < 150_000
-
-
-def test_bars_are_relative_to_our_first_row_and_higher_is_better() -> None:
-    second = Plan(name="nano-inference int8", is_ours=True)
-    cells = {second.name: report.cell("", [15.0]), SLOW.name: report.cell("", [30.0]), "x": {"error": "no"}}
-    table = {"decode1": cells, "sharedprefix": cells, "none": {SLOW.name: cells[SLOW.name]}}
-    assert report.relative(table, [OURS, second, SLOW]) == {
-        "decode1": {second.name: 1.0, SLOW.name: 2.0},
-        "sharedprefix": {second.name: 1.0, SLOW.name: 0.5},
-    }
-
-
-def test_a_table_for_a_page_has_our_rows_and_the_fastest_peers() -> None:
-    second = Plan(name="nano-inference int8", is_ours=True, precision=QUANTISED)
-    cells = {name: report.cell("tok/s", [rate]) for name, rate in (RATES | {second.name: 60.0}).items()}
-    assert report.markdown({"decode1": cells, "serve": {}}, [OURS, second, SLOW, FAST, SMALL]).splitlines() == [
-        "| workload | gguf | int8 | fastest peer, floating point | fastest peer, any precision |",
-        "|---|---|---|---|---|",
-        "| `decode1`: 32 in, 128 out | 30.0 tok/s | 60.0 tok/s | 20.0 fast (1.50x, 3.00x) "
-        "| 40.0 small (0.75x, 1.50x) |",
-        "| `serve`: 32 streaming chats, 64 tokens each, over HTTP | - | - | - | - |",
-    ]
 
 
 TINY = Workload(name="tiny", prompts=((1, 2),), new_tokens=(3,))
@@ -274,35 +154,6 @@ def test_ended_or_hanging_worker_is_reported_with_its_log(tmp_path: Path, starte
         start_worker("print('hello', flush=True); input()", tmp_path / "log")
 
 
-def test_a_worker_that_ended_starts_again_for_the_next_workload_and_one_that_hung_does_not(tmp_path: Path) -> None:
-    running: list[Worker] = []
-
-    def start(plan: Plan) -> Worker:
-        running.append(worker.start(plan, 1, tmp_path / plan.name, 60))
-        return running[-1]
-
-    workers = compare.Workers(start)
-    plan = Plan(name="peer", worker=(sys.executable, "-c", TALKING))
-    absent = Plan(name="absent", worker=("/nowhere",))
-
-    def turn(of: Plan) -> compare.Figures:
-        return workers.turn(of, "rollout", lambda _: TINY, 0)
-
-    try:
-        assert "rollout" in turn(plan)
-        running[0].end()
-        assert "rollout" in turn(plan)
-        running[1].has_hung = True
-        running[1].end()
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="ended"):
-                turn(plan)
-            with pytest.raises(RuntimeError, match="does not start"):
-                turn(absent)
-    finally:
-        workers.end()
-
-
 SERVER = """
 import json, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -324,8 +175,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        content = WORDS
-        events = [{"choices": [{"delta": {"content": content}}]}, {"choices": [], "usage": {"completion_tokens": 64}}]
+        events = [{"choices": [{"delta": {"content": "words"}}]}, {"choices": [], "usage": {"completion_tokens": 64}}]
         assert asked["model"] == "m"
         self.reply(200, b"".join(b"data: " + json.dumps(event).encode() + b"\\n\\n" for event in events))
 
@@ -333,15 +183,11 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def start_server(words: str, log: Path) -> ChatServer:
-    plan = Plan(name="peer", server=(sys.executable, "-c", SERVER.replace("WORDS", words), "{port}"))
-    return chat_servers.start(plan, log, 60)
-
-
 def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(
     tmp_path: Path, started: list[Worker | ChatServer]
 ) -> None:
-    server = start_server("'words'", tmp_path / "log")
+    plan = Plan(name="peer", server=(sys.executable, "-c", SERVER, "{port}"))
+    server = chat_servers.start(plan, tmp_path / "log", 60)
     started.append(server)
     with urlopen(f"http://127.0.0.1:{server.port}/v1/models", timeout=60) as reply:
         assert (server.model, json.load(reply)["asked"]) == ("m", 3)
@@ -350,27 +196,3 @@ def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(
     server.resume()
     rate, first = server.measure(0)
     assert rate > 0 and first > 0
-
-
-def test_failed_server_is_reported_with_its_log(tmp_path: Path, started: list[Worker | ChatServer]) -> None:
-    log = tmp_path / "log"
-    silent = start_server("''", log)
-    started.append(silent)
-    with pytest.raises(RuntimeError, match=f"no words came.*{log}"):
-        silent.measure(0)
-    silent.pause()
-    silent.limit = 0.1
-    with pytest.raises(RuntimeError, match=f"not answered after.*{log}"):
-        silent.warm_up()
-    assert silent.process.poll() is not None, "a server that hangs is ended"
-    silent.limit = 60
-    with pytest.raises(RuntimeError, match=f"OSError|ConnectionRefused.*{log}"):
-        silent.warm_up()
-    silent.pause()
-    ended = replace(silent.plan, server=(sys.executable, "-c", "raise SystemExit('no such model')"))
-    with pytest.raises(RuntimeError, match=f"ended before.*{log}"):
-        chat_servers.start(ended, log, 60)
-    assert "no such model" in log.read_text()
-    late = replace(silent.plan, server=(sys.executable, "-c", "import signal; signal.pause()"))
-    with pytest.raises(RuntimeError, match="not ready after"):
-        chat_servers.start(late, log, 0.05)
