@@ -130,7 +130,7 @@ def test_admission_leaves_a_block_for_each_that_runs(states: States) -> None:
 
 
 def test_a_plan_is_a_pure_function() -> None:
-    for seed in range(500):
+    for seed in range(200):
         state = random_state(random.Random(seed))
         before = copy.deepcopy(state)
         first = plan_step(*state)
@@ -284,7 +284,7 @@ def guessing(state: State, rng: random.Random) -> State:
 
 def test_drafts_use_only_the_rest_of_the_budget() -> None:
     num_guessing = num_taking = num_cut = 0
-    for seed in range(6000):
+    for seed in range(1500):
         rng = random.Random(seed)
         waiting, running, free, cfg = guessing(random_state(rng), rng)
         plan = plan_step(waiting, running, free, cfg)
@@ -310,7 +310,7 @@ def test_drafts_use_only_the_rest_of_the_budget() -> None:
         num_cut += sum(w.num_drafts for w in plan.work) < sum(
             w.num_drafts for w in plan_step([], running, 99, cfg).work
         )
-    assert min(num_guessing, num_taking, num_cut) > 150, (num_guessing, num_taking, num_cut)
+    assert min(num_guessing, num_taking, num_cut) > 30, (num_guessing, num_taking, num_cut)
 
 
 def test_drafts_leave_one_block_for_each_row() -> None:

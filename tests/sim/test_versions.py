@@ -11,7 +11,6 @@ import pytest
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import OnRunning, SamplingParams, TrainingSample, WeightError
-from tests.effort import few
 from tests.sim.fakes import Calculator, StopAfter, fake_config
 from tests.sim.versioned import (
     Drawing,
@@ -202,14 +201,17 @@ def check_scores(prompt: list[int], sample: TrainingSample) -> None:
     assert sample.prompt_logprobs in candidates
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(25), pytest.param(range(25, 300), marks=pytest.mark.nightly)], ids=["some", "many"]
+)
 @pytest.mark.parametrize(("guesses", "lookahead"), [(False, 1), (True, 1), (False, 6), (True, 3)])
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_random_worlds_read_no_stale_kv_and_report_true_versions(
-    cache_type: str, guesses: bool, lookahead: int
+    cache_type: str, guesses: bool, lookahead: int, seeds: range
 ) -> None:
     counts: dict[str, int] = {}
     num_mixed = num_preempted = num_spanning = num_drafted = 0
-    for seed in range(few(300 if lookahead == 1 else 150)):
+    for seed in seeds:
         world = run_world(make_world(seed, cache_type, guesses=guesses, lookahead=lookahead))
         num_drafted += world.runner.num_drafted
         assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
@@ -219,6 +221,6 @@ def test_random_worlds_read_no_stale_kv_and_report_true_versions(
             num_spanning += len(set(sample.token_versions)) > 1
         num_mixed += world.runner.num_mixed_reads
         counts = {key: counts.get(key, 0) + world.counts.get(key, 0) for key in counts.keys() | world.counts.keys()}
-    assert min(counts.values()) > few(10), counts
-    assert min(num_mixed, num_preempted, num_spanning) > few(50)
-    assert (num_drafted > few(300)) == guesses
+    assert min(counts.values()) > 1, counts
+    assert min(num_mixed, num_preempted, num_spanning) > 8
+    assert (num_drafted > 40) == guesses
