@@ -8,14 +8,14 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.core.step import BlockCopy, Row, RowResult
-from tests.sim.fakes import EOS, VOCAB_SIZE, FakeRunner, fake_config, fake_parts
+from tests.sim.fakes import VOCAB_SIZE, FakeRunner, fake_config, fake_parts
 from tests.sim.versioned import content, run_to_end
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -89,25 +89,6 @@ def test_calls_from_other_threads_raise_engine_busy() -> None:
         runner.may_leave.set()
         assert content(running.result()) == expected
     assert content(engine.generate([PROMPT], PARAMS)) == expected and holds_nothing(engine)
-
-
-def test_four_threads_leave_the_engine_usable() -> None:
-    engine = fake_engine()
-    expected = content(engine.generate([PROMPT], PARAMS))
-    ready = threading.Barrier(4)
-
-    def ask() -> list[tuple[object, ...]] | None:
-        ready.wait()
-        try:
-            return content(engine.generate([PROMPT], PARAMS))
-        except EngineBusy:
-            return None
-
-    with ThreadPoolExecutor(4) as threads:
-        for _ in range(50):
-            found = [one.result() for one in [threads.submit(ask) for _ in range(4)]]
-            assert any(found) and all(one in (None, expected) for one in found)
-    assert holds_nothing(engine)
 
 
 class Calling:
@@ -266,17 +247,6 @@ def test_stop_before_min_tokens_keeps_the_mask(tied: Pair, open_engine: OpenEngi
     assert (sample.finish_reason, sample.stop_reason) == ("stop", "verdict")
 
 
-def test_invalid_first_mask_is_rejected_at_admission() -> None:
-    class Text(Matcher):
-        def mask(self) -> object:
-            return "text"
-
-    engine = fake_engine()
-    with pytest.raises(BadRequest, match="the matcher's mask must be None or bytes"):
-        engine.add_request(PROMPT, PARAMS, make_matcher=lambda: Text(None, None))
-    assert holds_nothing(engine)
-
-
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
     class Dropping(FakeRunner):
@@ -309,23 +279,6 @@ def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
         assert runner.num_computed - before < 60
 
 
-def test_a_stream_dropped_in_another_thread_is_aborted() -> None:
-    runner = HeldRunner()
-    engine = fake_engine(runner)
-    runner.may_leave.set()
-    streams = [engine.stream(PROMPT, replace(PARAMS, max_tokens=300))]
-    next(streams[0])
-    runner.may_leave.clear()
-    runner.is_inside.clear()
-    with ThreadPoolExecutor(2) as threads:
-        running = threads.submit(engine.generate, [PROMPT], PARAMS)
-        runner.is_inside.wait()
-        threads.submit(streams.clear).result()
-        runner.may_leave.set()
-        assert len(running.result()) == 1
-    assert holds_nothing(engine)
-
-
 def test_refused_next_leaves_the_stream_unchanged() -> None:
     runner = HeldRunner()
     engine = fake_engine(runner)
@@ -349,38 +302,3 @@ def test_refused_next_leaves_the_stream_unchanged() -> None:
     tokens += [token for delta in stream for token in delta.token_ids]
     assert tuple(tokens) == expected
     assert list(stream) == [] and holds_nothing(engine)
-
-
-def test_cached_tokens_of_a_resumed_sample_are_the_prompts_only() -> None:
-    engine = fake_engine()
-    request = engine.add_request(PROMPT, replace(PARAMS, max_tokens=40))
-    for _ in range(30):
-        engine.step()
-    (part,) = engine.abort(request)
-    (whole,) = engine.complete([part], replace(PARAMS, max_tokens=40))
-    assert whole.num_cached_tokens <= len(PROMPT) and len(whole.completion_tokens) == 40
-
-
-def test_records_with_mappings_can_be_hashed_copied_and_taken_apart() -> None:
-    params = SamplingParams(logit_bias={3: 1.5}, allowed_token_ids=[1, 3], stop_token_ids=[2])
-    assert hash(params) == hash(SamplingParams.from_dict(params.to_dict())) and len({params, replace(params)}) == 1
-    assert asdict(params)["logit_bias"] == {3: 1.5}
-    (sample,) = fake_engine().generate([PROMPT], PARAMS)
-    assert asdict(sample)["completion_tokens"] == sample.completion_tokens
-    assert hash(sample) == hash(TrainingSample.from_dict(sample.to_dict()))
-    with pytest.raises(TypeError, match="immutable"):
-        params.logit_bias[3] = 2.0  # type: ignore[index]
-
-
-@pytest.mark.parametrize("num_threads", [257, 4096])
-def test_more_threads_than_the_kernels_take_are_refused(num_threads: int) -> None:
-    with pytest.raises(ValueError, match=r"num_threads must be in \[1, 256\]"):
-        EngineConfig(model_path="x", num_threads=num_threads)
-
-
-def test_min_tokens_without_any_token_to_draw_is_refused_at_admission() -> None:
-    engine = fake_engine()
-    with pytest.raises(BadRequest, match="min_tokens: every one of allowed_token_ids is a stop token or an end token"):
-        engine.add_request(PROMPT, SamplingParams(allowed_token_ids=[EOS], min_tokens=2))
-    ended = engine.generate([PROMPT], SamplingParams(allowed_token_ids=[EOS], min_tokens=2, ignore_eos=True))
-    assert ended[0].finish_reason == "length"

@@ -41,6 +41,7 @@ def test_repeatedly_aborted_sample_is_identical(untied: Pair, open_engine: OpenE
             parts[index] = engine.abort(request)[0]
             assert parts[index].completion_tokens == whole[index].completion_tokens[: len(parts[index].mask)]
     assert all(15 <= len(part.completion_tokens) <= 5 + 3 + 8 for part in parts)
+    assert all(part.num_cached_tokens <= len(PROMPT) for part in parts), "the completion is not counted"
     for done, expected in zip(engine.complete(parts, params), whole, strict=True):
         assert done.completion_tokens == expected.completion_tokens and done.sampling_masks == expected.sampling_masks
         assert (done.sample_index, done.seed, done.finish_reason) == (expected.sample_index, 4, "length")

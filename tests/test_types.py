@@ -215,7 +215,7 @@ def test_records_survive_dictionaries_json_pickle_and_copies(record: Any) -> Non
         copy.deepcopy(record),
         dataclasses.replace(record),
     ):
-        assert copied == record
+        assert copied == record and hash(copied) == hash(record)
         assert {f.name: type(getattr(copied, f.name)) for f in dataclasses.fields(kind)} == {
             f.name: type(getattr(record, f.name)) for f in dataclasses.fields(kind)
         }
