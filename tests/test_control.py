@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.types import StepResult
 from tests.lines import counted_lines
 from tests.sim.fakes import fake_config, fake_parts, reference
 from tests.weights.pairs import OpenEngine, Pair
@@ -43,14 +41,13 @@ def is_right(samples: list[TrainingSample]) -> bool:
     return all(list(s.completion_tokens) == reference(PROMPT, LONG, s.sample_index)[0] for s in samples)
 
 
-@pytest.mark.parametrize("options", [{}, {"clear_cache": False}, {"clear_cache": True}])
-def test_pause_keep_suspends_all_requests(options: dict[str, bool]) -> None:
-    clear_cache = options.get("clear_cache", False)
+@pytest.mark.parametrize("clear_cache", [False, True])
+def test_pause_keep_suspends_all_requests(clear_cache: bool) -> None:
     engine = fake()
     started(engine)
     computed = engine.parts.runner.num_computed
     for _ in range(2):
-        engine.pause("keep", **options)
+        engine.pause("keep", clear_cache=clear_cache)
         assert engine.is_paused and not engine.has_pending()
         assert engine.step() == [] and engine.tick().deltas == ()
     engine.add_request([1, 2], LONG)
@@ -75,14 +72,10 @@ def test_pause_wait_finishes_started_requests_and_starts_none() -> None:
     engine.pause("wait")
     engine.resume()
     assert [s.request_id for s in run_out(engine)] == [second]
-
-
-def test_a_paused_engine_can_still_be_drained() -> None:
-    engine = fake()
     started(engine)
     engine.pause("keep")
     engine.pause("wait")
-    assert len(engine.step()) == 2 and engine.is_paused
+    assert len(engine.step()) == 2 and engine.is_paused, "a paused engine can still be drained"
 
 
 def test_pause_abort_returns_partial_samples() -> None:
@@ -202,15 +195,6 @@ def test_weights_can_be_labelled_during_and_after_an_update(untied: Pair, open_e
     assert engine.weights_dtype() == "float32" and not engine.is_on_cuda
 
 
-def test_finish_update_raises_the_error_of_a_failed_update(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    gathered: list[str] = []
-    engine.update_weights({}, on_gathered=lambda: gathered.append(engine.weight_info().update))
-    with pytest.raises(ValueError, match="lacks"):
-        engine.finish_update()
-    assert gathered == ["failed"]
-
-
 @pytest.mark.parametrize("hold", ["pause", "sleep"])
 def test_waiting_on_a_halted_engine_raises(hold: str) -> None:
     engine = fake()
@@ -287,20 +271,11 @@ def test_flush_frees_idle_blocks_now_and_held_ones_on_release() -> None:
     assert again.num_cached_tokens == 0
 
 
-def test_a_request_named_twice_is_aborted_once() -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
-    first, second = (engine.add_request([1, 2, 3], SamplingParams(max_tokens=9, ignore_eos=True), 2) for _ in range(2))
-    engine.step()
-    assert [sample.request_id for sample in engine.abort([first, second, first])] == [first, first, second, second]
-    engine.parts.kv.check()
-    assert not engine.has_pending()
-
-
 def test_all_requests_are_aborted_at_once() -> None:
     engine = fake(max_batch_size=2)
     first = started(engine)
     second, third = (engine.add_request([1, 2], LONG) for _ in range(2))
-    assert {s.request_id for s in engine.abort([first, third, 99])} == {first, third}
+    assert [s.request_id for s in engine.abort([first, third, first, 99])] == [first, first, third]
     assert {s.request_id for s in engine.abort_all()} == {second}
     assert engine.abort_all() == () and not engine.has_pending()
 
@@ -332,27 +307,3 @@ def test_draining_step_does_not_scan_the_queue() -> None:
         return lines.count
 
     assert lines_of_drain(20) == lines_of_drain(60) > 100
-
-
-def test_wait_for_any_scans_ids_only_after_a_request_ended() -> None:
-    """Other steps cost the same however many are waited for."""
-
-    def lines_of_steps(num_ids: int) -> list[int]:
-        """Count the lines from each step's end to the end of the next, except after a step in which a request ended."""
-        engine = fake(max_batch_size=2)
-        others = [engine.add_request(PROMPT, SamplingParams(max_tokens=length, ignore_eos=True)) for length in (3, 5)]
-        ids = [engine.add_request(PROMPT, LONG, claim=True) for _ in range(num_ids)]
-        ends: list[tuple[int, bool]] = []
-
-        def note(result: StepResult) -> None:
-            ends.append((lines.count, any(delta.sample is not None for delta in result.deltas)))
-
-        with counted_lines() as lines:
-            ended = engine.wait_for_any(ids, progress=note)
-        assert ended == [ids[0]] or ended == ids[:2]
-        assert {sample.request_id for sample in engine.step()} >= set(others)
-        engine.abort_all()
-        return [after - before for (before, has_ended), (after, _) in pairwise(ends) if not has_ended]
-
-    few, many = lines_of_steps(20), lines_of_steps(60)
-    assert few == many and len(few) >= 15
