@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,15 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
-from nano_inference.core.step import BlockCopy, Row, RowResult
-from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.program import hf_name
 from nano_inference.support.checks import float32, unit_vector
 from nano_inference.types import Pooling
-from tests.effort import some
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_model
-from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
+from tests.nanochat.tiny import VOCAB, base_meta, model_config, state_dict, write_checkpoint
 from tests.sim.fakes import fake_config, fake_parts
-from tests.sim.test_versions import World, make_world, run_world
-from tests.sim.versioned import VersionedRunner, versioned_engine
+from tests.weights.pairs import Pair
 
 TOLERANCE = 1e-4
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
@@ -99,12 +91,10 @@ def hidden_states(witness: Witness) -> list[Tensor]:
     return [last_hidden(witness[1], ids) for ids in RAGGED]
 
 
-@pytest.mark.parametrize("cache_type", CACHES)
-@pytest.mark.parametrize(("budget", "block_size"), [(2048, 16), (37, 7)])
-def test_ragged_texts_of_every_family(
-    witness: Witness, hidden_states: list[Tensor], cache_type: str, budget: int, block_size: int
-) -> None:
-    options = {"cache_type": cache_type, "max_tokens_per_batch": budget, "block_size": block_size}
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_type": "paged", "max_tokens_per_batch": 37, "block_size": 7}], ids=["plain", "in chunks"]
+)
+def test_ragged_texts_of_every_family(witness: Witness, hidden_states: list[Tensor], options: dict[str, Any]) -> None:
     with engine(witness[0], **options) as ours:
         for pooling in POOLINGS:
             ours.flush_cache()
@@ -115,21 +105,14 @@ def test_ragged_texts_of_every_family(
 # ---- nanochat -------------------------------------------------------------------------------------------------------
 
 
-def nanochat(generation: str, directory: Path) -> GPT:
-    config = model_config(generation)
-    state = state_dict(generation, config, pad=1 if generation == "G0" else 64)
-    write_checkpoint(directory, generation, config=config, state=state, meta=base_meta(generation))
-    return GPT.from_checkpoint(directory, device="cpu", dtype="float32")
-
-
 def test_nanochat_g0_equals_transformers(tmp_path: Path) -> None:
-    nanochat("G0", tmp_path)
+    weights = state_dict("G0", model_config("G0"), pad=1)
+    write_checkpoint(tmp_path, "G0", config=model_config("G0"), state=weights, meta=base_meta("G0"))
     config = transformers.NanoChatConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1.1920929e-07, attn_implementation="eager",
     )  # fmt: skip
     model = transformers.NanoChatForCausalLM(config).eval().float()
-    weights = state_dict("G0", model_config("G0"), pad=1)
     model.load_state_dict({hf_name(name): weight for name, weight in weights.items()})
     model.model.rotary_emb.register_forward_hook(lambda *call: tuple(t.bfloat16().float() for t in call[-1]))  # G0's
     with engine(tmp_path, max_tokens_per_batch=37, block_size=7) as ours:
@@ -138,38 +121,17 @@ def test_nanochat_g0_equals_transformers(tmp_path: Path) -> None:
             assert gap(model, ids, pooling, ours.embed(ids, pooling)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_the_head_makes_logits_of_a_nanochat_embedding(generation: str, tmp_path: Path) -> None:
-    gpt = nanochat(generation, tmp_path)
-    ids = text(2, 140, VOCAB)
-    with engine(tmp_path, max_tokens_per_batch=50) as ours:
-        lasts = torch.tensor([ours.embed(ids[:end], "last") for end in range(1, len(ids) + 1)])
-        mean = torch.tensor(ours.embed(ids, "mean"))
-    logits_TV = functional.linear(lasts, gpt.weights["lm_head.weight"].float()[:VOCAB])
-    cap = gpt.model.config.logits_softcap
-    logits_TV = logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
-    assert (logits_TV - gpt.forward(torch.tensor([ids]))[0]).abs().max() <= TOLERANCE
-    assert (mean - lasts.mean(0)).abs().max() <= TOLERANCE
-
-
 # ---- on the way through the engine ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Witness:
-    directory = tmp_path_factory.mktemp("tiny")
-    return directory, make_model("qwen3-ratio3-tied", directory)
+@pytest.fixture
+def tiny(untied: Pair) -> Witness:
+    return untied.directory, untied.old
 
 
-@pytest.fixture(scope="module")
-def newer(tiny: Witness) -> transformers.PreTrainedModel:
-    """The same model some steps of training later."""
-    model = copy.deepcopy(tiny[1])
-    torch.manual_seed(11)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
+@pytest.fixture
+def newer(untied: Pair) -> transformers.PreTrainedModel:
+    return untied.new
 
 
 def tight(tiny: Witness, num_blocks: int, **options: Any) -> InferenceEngine:
@@ -218,6 +180,13 @@ def test_weight_update_restarts_an_embedding(
     assert found[ids[0]].num_preemptions == int(on_running != "wait")
 
 
+def test_an_embedding_has_one_sample(tiny: Witness) -> None:
+    with engine(tiny[0]) as ours:
+        assert ours.limits.hidden_size == len(ours.embed([1])) == 48
+        with pytest.raises(BadRequest, match="num_samples must be 1 with pooling, got 2"):
+            ours.generate([[1, 2]], asking("mean"), 2)
+
+
 def test_aborting_update_returns_no_partial_embedding(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
     ours = engine(tiny[0], max_tokens_per_batch=32)
     for pooling in POOLINGS:
@@ -248,34 +217,11 @@ def test_only_last_pooling_uses_cached_prefixes(tiny: Witness, cache_type: str) 
         assert ours.generate([[*other, 3]], SamplingParams(max_tokens=1))[0].num_cached_tokens >= 96
 
 
-def test_equal_texts_in_one_batch_give_equal_embeddings(tiny: Witness) -> None:
-    directory, model = tiny
-    ours = engine(directory, max_tokens_per_batch=30, block_size=4)
-    ids = text(8, 77)
-    asked = [(pooling, ours.add_request(ids, asking(pooling))) for pooling in POOLINGS * 3]
-    drawing = ours.add_request(ids, SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
-    found = run_out(ours)
-    assert len(found[drawing].completion_tokens) == 3
-    for pooling, request_id in asked:
-        assert gap(model, ids, pooling, found[request_id].embedding) <= TOLERANCE
-
-
 def test_equal_texts_do_not_wait_for_each_other(tiny: Witness) -> None:
     with engine(tiny[0]) as ours:
         for _ in range(3):
             ours.add_request(text(8, 77), asking("mean"))
         assert len(ours.tick().samples) == 3, "each computes its own K/V in any case"
-
-
-def test_embeddings_are_equal_separately_and_together(tiny: Witness) -> None:
-    texts = [text(20 + length, length) for length in (1, 5, 16, 40, 41, 100, 3)]
-    with engine(tiny[0], max_tokens_per_batch=64) as ours:
-        for pooling in POOLINGS:
-            together = ours.embed(texts, pooling)
-            alone = [ours.embed(ids, pooling) for ids in texts]
-            assert torch.allclose(torch.tensor(together), torch.tensor(alone), atol=1e-5)
-            assert ours.embed([texts[3]], pooling) == [ours.embed(texts[3], pooling)]
-        assert torch.allclose(torch.tensor(ours.embed([7])), torch.tensor(ours.embed([7], "last")), atol=1e-6)
 
 
 def test_normalized_vectors_have_length_one(tiny: Witness) -> None:
@@ -292,32 +238,11 @@ def test_normalized_vectors_have_length_one(tiny: Witness) -> None:
     assert unit_vector([0.0, 0.0]) == (0.0, 0.0) and unit_vector([3.0, 4.0]) == float32([0.6, 0.8])
 
 
-class Results(TorchDispatchMode):
-    """Keeps the results of one dtype and shape."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.dtype, self.shape = dtype, shape
-        self.seen: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and (out.dtype, tuple(out.shape)) == (self.dtype, self.shape):
-            self.seen.append(out)
-        return out
-
-
 def test_an_engine_of_another_precision_returns_float32(tiny: Witness) -> None:
-    directory, model = tiny
-    ids = text(3, 90)
-    with engine(directory, dtype="bfloat16", kernels="off") as ours:
-        results = Results(torch.bfloat16, (len(ids), model.config.hidden_size))
-        with results:
-            found = ours.embed(ids)
-    assert found == torch.tensor(found).tolist(), "as they were in 32 bits"
-    assert 1e-4 < gap(model, ids, "mean", found) < 0.1
-    hidden_TE = results.seen[-1]  # of the final norm
-    assert (hidden_TE.float().mean(0) - torch.tensor(found)).abs().max() <= 1e-6, "added up in 32 bits"
+    with engine(tiny[0], dtype="bfloat16", kernels="off") as ours:
+        found = ours.embed(ids := text(3, 90))
+    assert found == torch.tensor(found).tolist()
+    assert 1e-4 < gap(tiny[1], ids, "mean", found) < 0.1
 
 
 def test_nonfinite_hidden_states_raise(tiny: Witness, newer: transformers.PreTrainedModel) -> None:
@@ -330,98 +255,6 @@ def test_nonfinite_hidden_states_raise(tiny: Witness, newer: transformers.PreTra
                 ours.embed([[1, 2, 3], [4]], pooling)
         ours.update_weights(newer.state_dict(), blocking=True)
         assert gap(newer, [1, 2, 3], "mean", ours.embed([1, 2, 3])) <= TOLERANCE
-
-
-# ---- random worlds --------------------------------------------------------------------------------------------------
-
-
-def fake_hidden(seen: Any) -> tuple[float, float]:
-    """The fake model's hidden state: a function of every token read and of the weights that read it."""
-    rng = random.Random(repr(seen))
-    return rng.random(), rng.random()
-
-
-def fake_embedding(prompt: list[int], pooling: str, version: int) -> list[float]:
-    slots = [(token, version) for token in prompt]
-    hidden = [fake_hidden(slots[:end]) for end in range(1, len(slots) + 1)]
-    chosen = hidden if pooling == "mean" else hidden[-1:]
-    return [sum(column) / len(chosen) for column in zip(*chosen, strict=True)]
-
-
-class PoolingRunner(VersionedRunner):
-    """Hidden states depend on the weights of all earlier K/V; can be set to fail."""
-
-    failures: list[BaseException]
-
-    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
-        if getattr(self, "failures", None):
-            raise self.failures.pop()
-        return super().run(rows, copies, fresh)
-
-    def result(self, row: Row) -> RowResult:
-        result = super().result(row)
-        if row.pool_from is None:
-            return result
-        seen = list(self.read(row, row.start + len(row.tokens)))
-        hidden = [fake_hidden(seen[: place + 1]) for place in range(row.pool_from, len(seen))]
-        return result._replace(pooled=tuple(sum(column) for column in zip(*hidden, strict=True)))
-
-
-def pooling_world(seed: int, cache_type: str) -> World:
-    world = make_world(seed, cache_type, make_runner=PoolingRunner)
-    rng = random.Random(seed)
-    for ask in world.arrivals:
-        if rng.random() < 0.6:
-            ask |= {"params": asking(rng.choice(POOLINGS)), "n": 1, "program": False, "matcher": False}
-    return world
-
-
-def check_embedding(ask: Mapping[str, Any], sample: TrainingSample) -> bool:
-    """Whether it was a whole embedding; then all of it is of one version."""
-    pooling = ask["params"].pooling
-    if pooling is None or sample.finish_reason == "abort":
-        assert sample.embedding is None and not (sample.stop_reason and pooling)
-        return False
-    wanted = fake_embedding(ask["prompt"], pooling, sample.weight_version)
-    assert sample.embedding == pytest.approx(wanted, abs=1e-6)
-    return True
-
-
-@pytest.mark.parametrize("cache_type", CACHES)
-def test_random_worlds_pool_each_position_once_under_one_version(cache_type: str) -> None:
-    num_whole = num_preempted = num_cached = 0
-    for seed in range(some(250)):
-        world = run_world(pooling_world(seed, cache_type))
-        for sample in world.samples:
-            ask = world.asked[sample.request_id]
-            if check_embedding(ask, sample):
-                num_whole += 1
-                num_preempted += sample.num_preemptions > 0
-                num_cached += sample.num_cached_tokens > 0
-                assert not (ask["params"].pooling == "mean" and sample.num_cached_tokens)
-    assert num_whole > some(300) and min(num_preempted, num_cached) > some(30), (num_whole, num_preempted, num_cached)
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), MemoryError("too little")])
-def test_a_step_that_fails_is_not_counted_twice(failure: BaseException) -> None:
-    ours = versioned_engine("radix", 60, 4, fake_config(8, 16), make_runner=PoolingRunner)
-    asked = {ours.add_request(text(n, 40, 50), asking(pooling)): pooling for n, pooling in enumerate(POOLINGS * 2)}
-    ours.step()
-    failing = ours.parts.runner
-    assert isinstance(failing, PoolingRunner)
-    failing.failures = [failure]
-    samples = []
-    try:
-        samples += ours.step()
-    except KeyboardInterrupt:
-        assert isinstance(failure, KeyboardInterrupt)
-    samples += run_out(ours).values()
-    assert len(samples) == len(asked)
-    whole = [one for one in samples if one.embedding is not None]
-    assert len(whole) == len(asked) - isinstance(failure, MemoryError)
-    for one in whole:
-        wanted = fake_embedding(list(one.prompt_tokens), asked[one.request_id], 0)
-        assert one.embedding == pytest.approx(wanted, abs=1e-6)
 
 
 def test_runner_without_hidden_states_raises() -> None:
@@ -473,19 +306,3 @@ def test_embed_rejects_invalid_input(tiny: Witness, given: Any, options: dict[st
         with pytest.raises(ValueError, match=message):
             ours.embed(given, **options)
         assert not ours.has_pending()
-
-
-def test_one_sample_of_each_prompt(tiny: Witness) -> None:
-    with engine(tiny[0]) as ours:
-        with pytest.raises(BadRequest, match="num_samples must be 1 with pooling, got 2"):
-            ours.generate([[1, 2]], asking("mean"), 2)
-        assert ours.limits.hidden_size == len(ours.embed([1])) == 48
-
-
-def test_embeddings_survive_dictionaries_json_and_pickle(tiny: Witness) -> None:
-    with engine(tiny[0]) as ours:
-        sample = ours.generate([[1, 2, 3]], asking("last"))[0]
-    assert sample.embedding is not None and sample.completion_tokens == () and sample.finish_reason == "length"
-    for record in (sample, asking("mean")):
-        through_json = type(record).from_dict(json.loads(json.dumps(record.to_dict(), allow_nan=False)))
-        assert through_json == record == pickle.loads(pickle.dumps(record)) == type(record).from_dict(record.to_dict())
