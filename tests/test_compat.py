@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nano_inference import (
     AsyncEngine,
@@ -33,27 +31,23 @@ from nano_inference import (
     WeightSyncManager,
     compute_block_hash,
     model_forward,
+    sample_with_logprobs,
     schedule,
 )
 from nano_inference.compat import AsyncRolloutEngine, RolloutEngine, blocks_of, new_sequence, status_of
 from nano_inference.core.cache import compute_block_hash as core_hash
 from nano_inference.core.scheduler import plan_step
-from tests.models.families import VOCAB_SIZE, make_model
+from tests.models.families import VOCAB_SIZE
+from tests.weights.pairs import OpenEngine, Pair
 
 LIMITS = SchedulerConfig(max_batch_size=4, max_tokens_per_batch=32, block_size=4)
 CACHES = [PagedKVCache, RadixKVCache]
 TEXTS = [[5, 9, 30, 2, 44, 7, 7, 1, 3], [8], [4, 5, 6], [1]]
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    directory = tmp_path_factory.mktemp("compat")
-    return directory, make_model("llama-ratio1-untied", directory)
-
-
-def open_engine(tiny: tuple[Path, Any], **options: Any) -> InferenceEngine:
+def tiny_engine(directory: Path, **options: Any) -> InferenceEngine:
     options = {"kv_cache_bytes": 1 << 20, "device": "cpu", "block_size": 4} | options
-    return InferenceEngine(EngineConfig(str(tiny[0]), **options))
+    return InferenceEngine(EngineConfig(str(directory), **options))
 
 
 # ---- sequences and blocks -------------------------------------------------------------------------------------------
@@ -67,17 +61,13 @@ def running_sequence(id: int, num_tokens: int, blocks: list[int]) -> Sequence:
 
 
 def test_status_follows_the_life_of_a_sequence() -> None:
-    sequence = new_sequence([1, 2, 3])
+    sequence = new_sequence([1, 2, 3], SamplingParams(max_tokens=None))
+    assert sequence.max_new > 1 << 20
     assert isinstance(sequence, Sequence) and status_of(sequence) is SequenceStatus.WAITING
     sequence.blocks = [0]
     assert status_of(sequence) is SequenceStatus.RUNNING
     sequence.finish_reason = "stop"
     assert status_of(sequence) is SequenceStatus.FINISHED
-
-
-def test_new_sequence_takes_its_limit_from_the_parameters() -> None:
-    assert new_sequence([1], SamplingParams(max_tokens=5)).max_new == 5
-    assert new_sequence([1], SamplingParams(max_tokens=None)).max_new > 1 << 20
 
 
 @pytest.mark.parametrize("num_free", [0, 1, 9])
@@ -92,20 +82,12 @@ def test_schedule_plans_sequences_as_their_counts(num_free: int) -> None:
     assert (plan.work, plan.preempted_seqs) == plan_step(views[:1], views[1:], num_free, LIMITS)
     assert sorted((*plan.prefill_seqs, *plan.decode_seqs)) == sorted(work.id for work in plan.work)
     assert plan == schedule([fresh], [old, views[2]], num_free, LIMITS) or num_free < 9
+    young.finish_reason = "length"
+    assert 2 not in {work.id for work in schedule([fresh], [old, young], num_free, LIMITS).work}
     if num_free == 0:
         assert plan.preempted_seqs, "no block is free, so the youngest is preempted"
     if num_free == 9:
         assert (plan.prefill_seqs, plan.decode_seqs) == ((7,), (1, 2))
-
-
-def test_schedule_leaves_finished_sequences_out() -> None:
-    ended, other = running_sequence(1, 9, [0, 1, 2]), running_sequence(2, 5, [3, 4])
-    ended.finish_reason = "length"
-    plan = schedule([], [ended, other], 4, LIMITS)
-    assert [work.id for work in plan.work] == [2]
-    ended_early = new_sequence([1, 2])
-    ended_early.finish_reason = "abort"
-    assert not schedule([ended_early], [], 4, LIMITS).work
 
 
 def test_blocks_of_a_sequence_have_the_chain_of_hashes() -> None:
@@ -164,52 +146,32 @@ def test_cache_shares_a_prompt_while_its_owner_runs(kind: Any) -> None:
         cache.share(owner)
 
 
-def test_engine_has_its_owners_and_satisfies_the_protocols(tiny: tuple[Path, Any]) -> None:
-    with open_engine(tiny) as engine:
+def test_engine_has_its_owners_and_satisfies_the_protocols(tiny_llama: Path) -> None:
+    with tiny_engine(tiny_llama) as engine:
         rollouts: RolloutEngine = engine
         assert isinstance(rollouts, RolloutEngine)
         assert (engine.model, engine.cache) == (engine.parts.executor, engine.parts.kv)
         assert engine.weight_sync is not None and not engine.weight_sync.pending_sync
         asynchronous: AsyncRolloutEngine = AsyncEngine(lambda: engine)
         assert isinstance(asynchronous, AsyncRolloutEngine) and issubclass(RolloutPool, RolloutEngine)
-        engine.update_weights(dict(tiny[1].state_dict()), hold=True)
-        assert engine.weight_sync.pending_sync
-        engine.cancel_update()
-
-
-def as_rollouts(pool: RolloutPool) -> RolloutEngine:
-    """Checked by mypy: a pool has the protocol's signatures."""
-    return pool
-
-
-@pytest.mark.parametrize("name", ["waiting", "running"])
-def test_engine_shows_its_queues(tiny: tuple[Path, Any], name: str) -> None:
-    with open_engine(tiny) as engine:
         engine.add_request([1, 2], SamplingParams(max_tokens=4))
-        if name == "running":
-            engine.step()
-        assert [one.token_ids[:2] for one in getattr(engine, name)] == [(1, 2)]
+        assert ([one.token_ids for one in engine.waiting], engine.running) == ([(1, 2)], ())
+        engine.step()
+        assert (engine.waiting, [one.token_ids[:2] for one in engine.running]) == ((), [(1, 2)])
 
 
-def test_weight_sync_takes_a_process_group(tiny: tuple[Path, Any]) -> None:
+def test_weight_sync_takes_a_process_group(untied: Pair, open_engine: OpenEngine) -> None:
     class Group:
         def receive(self) -> Any:
-            return iter(tiny[1].state_dict().items())
+            return iter(untied.named().items())
 
-    with open_engine(tiny) as engine:
-        assert engine.model is not None
-        sync: Any = WeightSyncManager(engine.model, process_group=Group())  # type: ignore[arg-type]
-        sync.start_sync()
-        while not sync.maybe_finish_sync():
-            time.sleep(0.01)
-        assert sync.version == 1
-        with pytest.raises(ValueError, match="no process group"):
-            WeightSyncManager(engine.model).start_sync()
-
-
-def test_names_without_tensors_do_not_load_torch() -> None:
-    text = "import sys, nano_inference as n; n.schedule, n.Sequence, n.PagedKVCache; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)
+    engine = open_engine(untied)
+    sync: Any = WeightSyncManager(engine.model, process_group=Group())  # type: ignore[arg-type]
+    sync.start_sync()
+    assert sync.pending_sync and sync.wait() == "staged"
+    assert sync.maybe_finish_sync() and sync.version == 1 and not sync.pending_sync
+    with pytest.raises(ValueError, match="no process group"):
+        WeightSyncManager(engine.model).start_sync()  # type: ignore[arg-type]
 
 
 # ---- caches ---------------------------------------------------------------------------------------------------------
@@ -276,63 +238,27 @@ def test_prompt_without_room_changes_nothing(kind: Any) -> None:
     assert kv.allocate([1, 2, 3, 4, 5, 6]).cached_length == 4
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_reset_forgets_allocated_prompts(kind: Any) -> None:
-    kv = kind(4, 2)
-    blocks = kv.allocate([1, 2, 3]).block_ids
-    kv.reset()
-    with pytest.raises(ValueError, match="not allocated"):
-        kv.deallocate(blocks)
-    assert kv.num_free_blocks() == 4
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_published_prefix_is_found_while_its_owner_holds_it(kind: Any) -> None:
-    kv, prompt = kind(8, 4), list(range(9))
-    owner = kv.allocate(prompt)
-    assert kv.allocate(prompt[:5]).cached_length == 0, "its K/V does not exist yet"
-    kv.publish(prompt, (0, ""), owner.block_ids, 0, 8)
-    other = kv.allocate([*prompt, 77])
-    assert other.cached_length == 8 and other.block_ids[:2] == owner.block_ids[:2]
-    with pytest.raises(CacheFull):
-        kv.allocate(list(range(100, 120)))
-    kv.deallocate(owner.block_ids)
-    kv.deallocate(other.block_ids)
-    kv.check()
-
-
-@pytest.mark.parametrize("cache_type", ["paged", "radix"])
-def test_a_request_finds_the_prefix_of_a_running_one(tiny: tuple[Path, Any], cache_type: Any) -> None:
-    prompt = [3 + index for index in range(9)]
-    with open_engine(tiny, cache_type=cache_type) as engine:
-        owner = engine.add_request(prompt, SamplingParams(max_tokens=40, ignore_eos=True))
-        engine.step()
-        (sample,) = engine.generate([[*prompt[:8], 1]], SamplingParams(max_tokens=1))
-        assert engine.has_pending(), "the owner still runs"
-        assert sample.num_cached_tokens == 8
-        engine.abort(owner)
-
-
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-def test_forward_of_lists_equals_transformers(tiny: tuple[Path, Any], kernels: Any) -> None:
-    with open_engine(tiny, kernels=kernels, dtype="float32") as engine:
+def test_forward_of_lists_equals_transformers(tiny_llama: Path, kernels: Any) -> None:
+    with tiny_engine(tiny_llama, kernels=kernels, dtype="float32") as engine:
         model = engine.parts.executor
         assert model is not None
         logits = model_forward(model, TEXTS)
         one = model_forward(model, TEXTS[0])
         (sample,) = engine.generate([TEXTS[0]], SamplingParams(temperature=0, max_tokens=1))
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_llama)
     with torch.no_grad():
-        wanted = torch.cat([tiny[1](torch.tensor([text])).logits[0] for text in TEXTS])
+        wanted = torch.cat([theirs(torch.tensor([text])).logits[0] for text in TEXTS])
     assert logits.shape == wanted.shape and torch.allclose(logits, wanted, atol=1e-4)
     assert torch.allclose(one, wanted[: len(TEXTS[0])], atol=1e-4)
     assert sample.completion_tokens[0] == int(one[-1].argmax())
 
 
-def test_forward_of_lists_can_use_a_cache_of_the_caller(tiny: tuple[Path, Any]) -> None:
-    with open_engine(tiny, kernels="off") as engine:
+def test_forward_of_lists_can_use_a_cache_of_the_caller(tiny_llama: Path) -> None:
+    with tiny_engine(tiny_llama, kernels="off") as engine:
         model = engine.parts.executor
         assert model is not None
         config = model.config
@@ -356,8 +282,8 @@ def test_forward_of_lists_can_use_a_cache_of_the_caller(tiny: tuple[Path, Any]) 
 
 
 @pytest.mark.parametrize("wrong", [[], [[]], [[1], []], [[1], 2], [VOCAB_SIZE], [[-1]], [True], "ab", [[1.5]]])
-def test_forward_refuses_what_are_no_ids(tiny: tuple[Path, Any], wrong: Any) -> None:
-    with open_engine(tiny) as engine:
+def test_forward_refuses_what_are_no_ids(tiny_llama: Path, wrong: Any) -> None:
+    with tiny_engine(tiny_llama) as engine:
         assert engine.parts.executor is not None
         with pytest.raises(ValueError, match="inputs must"):
             model_forward(engine.parts.executor, wrong)
@@ -365,8 +291,54 @@ def test_forward_refuses_what_are_no_ids(tiny: tuple[Path, Any], wrong: Any) -> 
             model_forward(engine.parts.executor, [1] * (engine.parts.executor.config.max_positions + 1))
 
 
-def test_engine_config_takes_the_path_by_position() -> None:
-    assert EngineConfig("path") == EngineConfig(model_path="path")
-    assert EngineConfig("path", block_size=8).block_size == 8
-    with pytest.raises(TypeError):
-        EngineConfig("path", "radix")  # type: ignore[misc]
+# ---- sampling -------------------------------------------------------------------------------------------------------
+
+
+def test_the_public_function_draws_with_logprobs() -> None:
+    logits_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 2
+    before = logits_BV.clone()
+    temperatures_B, uniforms_B = torch.tensor([[0.0, 0.5, 1.0, 2.0], [0.1, 0.9, 0.5, 0.3]])
+    token_B, logprob_B = sample_with_logprobs(logits_BV, temperatures_B, top_ks=[0, 2, 0, 5], uniforms_B=uniforms_B)
+    assert torch.equal(logits_BV, before)
+    assert (token_B.dtype, logprob_B.dtype) == (torch.int64, torch.float32)
+    assert int(token_B[0]) == int(logits_BV[0].argmax())
+    assert float(logprob_B[0]) == float(torch.log_softmax(logits_BV[0].double(), -1).max().float())
+    assert float(logprob_B[2]) == float(torch.log_softmax(logits_BV[2].double(), -1)[token_B[2]].float())
+    assert int(token_B[1]) in logits_BV[1].topk(2).indices
+    token_B, _ = sample_with_logprobs(logits_BV.bfloat16(), temperatures_B, top_ps=[1e-6] * 4, min_ps=[0.0] * 4)
+    assert torch.equal(token_B, logits_BV.bfloat16().float().argmax(-1))
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *[({"min_ps": [1, wrong]}, "min_ps.*for row 1") for wrong in (1.5, -0.1, NAN)],
+        *[({"top_ps": [1, wrong]}, "top_ps.*for row 1") for wrong in (0.0, 1.5, NAN)],
+        *[({"uniforms_B": torch.tensor([0.5, wrong])}, "uniforms_B.*for row 1") for wrong in (1.0, -0.1, NAN)],
+        *[({"temperatures": [1, wrong]}, "temperatures.*for row 1") for wrong in (-1.0, -1e-40, INF, NAN)],
+        *[({"logits": [[0, 0], [0, wrong]]}, "logit.*for row 1") for wrong in (NAN, INF)],
+        ({"logits": [[0, 0], [-INF, -INF]]}, "largest logit of each row must be finite, got -inf for row 1"),
+        ({"top_ks": [1, 1.5]}, "top_ks.*for row 1"),
+        ({"top_ks": [1]}, "top_ks must hold one value for each of 2 rows"),
+        ({"logits": [0, 0]}, r"logits must be \[B, V\]"),
+        ({"temperatures": [1, 1, 1]}, r"logits must be \[B, V\]"),
+    ],
+)
+def test_sample_with_logprobs_rejects_values_outside_their_range(changes: dict[str, Any], message: str) -> None:
+    logits = torch.tensor(changes.pop("logits", [[0, 0], [0, 0]]), dtype=torch.float32)
+    temperatures = torch.tensor(changes.pop("temperatures", [1, 1]), dtype=torch.float64)
+    with pytest.raises(ValueError, match=message):
+        sample_with_logprobs(logits, temperatures, **changes)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-45, 1e-300])
+def test_temperature_below_the_smallest_normal_number_is_greedy(temperature: float) -> None:
+    logits_BV = torch.tensor([[3.0, 1.0, 3.0, 0.0]])
+    uniforms_B = torch.tensor([0.99])
+    found = sample_with_logprobs(logits_BV, torch.tensor([temperature], dtype=torch.float64), uniforms_B=uniforms_B)
+    assert found == sample_with_logprobs(logits_BV, torch.zeros(1), uniforms_B=uniforms_B)
+    assert found[0].tolist() == [0]
+    assert SamplingParams(temperature=temperature) == SamplingParams(temperature=0)

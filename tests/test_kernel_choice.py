@@ -14,27 +14,20 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, build
 from nano_inference.executors.cpu.compile import best_isa, cpu_flags, cpu_has
 from nano_inference.executors.cpu.drawing import KernelSampler
 from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.executors.torch.store import KVStore
 from tests.kernels.steps import have_ended, threads_here
-from tests.models.families import gap, make_model
+from tests.models.families import gap
+from tests.weights.pairs import Pair
 
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, *range(20, 60)]
 CPU = torch.device("cpu")
 TORCHS = "using torch, which is slower and whose results depend on the batch"
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    directory = tmp_path_factory.mktemp("tiny_choice")
-    return directory, make_model("qwen3-ratio3-tied", directory)
-
-
-def config(tiny: tuple[Path, Any] | None = None, **options: Any) -> EngineConfig:
-    path = "somewhere" if tiny is None else str(tiny[0])
-    return EngineConfig(model_path=path, **({"device": "cpu", "kv_cache_bytes": 4 << 20} | options))
+def config(path: Path = Path("somewhere"), **options: Any) -> EngineConfig:
+    return EngineConfig(model_path=str(path), **({"device": "cpu", "kv_cache_bytes": 4 << 20} | options))
 
 
 def executor_of(engine: InferenceEngine) -> CpuExecutor | TorchExecutor:
@@ -88,9 +81,9 @@ def refused(chosen: EngineConfig) -> str:
     "options", [{}, {"deterministic": True}, {"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "int8"}]
 )
 def test_kernels_are_used_where_available(
-    tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    tied: Pair, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with InferenceEngine(config(tiny, **options)) as engine:
+    with InferenceEngine(config(tied.directory, **options)) as engine:
         assert has_kernels(engine)
         assert executor_of(engine).code == best_isa(cpu_flags())
         assert len(engine.score(IDS)) == len(IDS) - 1
@@ -98,14 +91,14 @@ def test_kernels_are_used_where_available(
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
-def test_kernels_option_selects_an_instruction_set(tiny: tuple[Path, Any], isa: Any) -> None:
+def test_kernels_option_selects_an_instruction_set(tied: Pair, isa: Any) -> None:
     if not cpu_has(isa, cpu_flags()):
-        assert refused(config(tiny, kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
+        assert refused(config(tied.directory, kernels=isa)) == f"kernels={isa}: this machine's CPU has no {isa}"
         return
-    with InferenceEngine(config(tiny, kernels=isa, deterministic=True)) as engine:
+    with InferenceEngine(config(tied.directory, kernels=isa, deterministic=True)) as engine:
         assert has_kernels(engine)
         assert executor_of(engine).code == isa
-        assert gap(tiny[1], IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
+        assert gap(tied.old, IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -115,34 +108,37 @@ def test_kernels_option_selects_an_instruction_set(tiny: tuple[Path, Any], isa: 
     ids=str,
 )  # fmt: skip
 def test_requested_torch_is_used_without_warning(
-    tiny: tuple[Path, Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture, no_compiler: None
+    tied: Pair, options: dict[str, Any], caplog: pytest.LogCaptureFixture, no_compiler: None
 ) -> None:
-    with InferenceEngine(config(tiny, **options)) as engine:
+    with InferenceEngine(config(tied.directory, **options)) as engine:
         assert not has_kernels(engine)
         limit = 1e-4 if "dtype" not in options else 0.5
-        assert gap(tiny[1], IDS, engine.score(IDS)) <= limit  # type: ignore[arg-type]
+        assert gap(tied.old, IDS, engine.score(IDS)) <= limit  # type: ignore[arg-type]
     assert warnings(caplog) == []
 
 
 def test_torch_is_used_without_a_compiler_with_one_warning(
-    tiny: tuple[Path, Any], broken_compiler: str, caplog: pytest.LogCaptureFixture
+    tied: Pair, broken_compiler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with InferenceEngine(config(tiny)) as engine:
+    with InferenceEngine(config(tied.directory)) as engine:
         assert not has_kernels(engine)
-        assert gap(tiny[1], IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
+        assert gap(tied.old, IDS, engine.score(IDS)) <= 1e-4  # type: ignore[arg-type]
         sample = engine.generate([IDS], SamplingParams(temperature=0, max_tokens=3))[0]
-        assert gap(tiny[1], [*IDS, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4
+        assert gap(tied.old, [*IDS, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4
     (line,) = warnings(caplog)
     assert line.startswith(f"{TORCHS}: {broken_compiler}") and "\n" not in line
 
 
 @pytest.mark.parametrize(
-    "options", [{"kernels": "generic"}, {"dtype": "int8"}, {"kernels": "generic", "dtype": "int8"}]
+    ("options", "name"),
+    [({"kernels": "generic"}, "kernels=generic"), ({"dtype": "int8"}, "dtype=int8"), ({"deterministic": True}, "")],
 )
 def test_options_that_need_kernels_are_rejected_without_a_compiler(
-    options: dict[str, Any], broken_compiler: str, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], name: str, broken_compiler: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name = "kernels=generic" if "kernels" in options else "dtype=int8"
+    if not name:
+        assert refused(config(**options)).startswith("deterministic: ")
+        return
     assert refused(config(**options)).startswith(f"{name}: {broken_compiler}")
     assert warnings(caplog) == [], "the refusal says it"
 
@@ -161,10 +157,6 @@ def test_options_that_need_kernels_are_rejected_without_a_compiler(
 def test_incompatible_options_are_rejected(options: dict[str, Any], line: str) -> None:
     """Refused before the model is looked for: there is none at that path."""
     assert refused(config(**options)).startswith(line)
-
-
-def test_deterministic_without_a_compiler_is_rejected(broken_compiler: str) -> None:
-    assert refused(config(deterministic=True)).startswith("deterministic: ")
 
 
 def test_a_gpu_has_no_cpu_kernels() -> None:
@@ -195,25 +187,20 @@ def test_the_kernels_have_as_many_threads_as_asked_for(num_threads: int) -> None
     assert have_ended(started)
 
 
-def scores(tiny: tuple[Path, Any], **options: Any) -> tuple[list[float], InferenceEngine]:
-    with InferenceEngine(config(tiny, **options)) as engine:
-        return [float(one) for one in engine.score([IDS])[0]], engine  # type: ignore[union-attr]
+def test_a_cache_in_bfloat16_takes_half_the_bytes_and_rounds_little(tied: Pair) -> None:
+    with (
+        InferenceEngine(config(tied.directory)) as plain,
+        InferenceEngine(config(tied.directory, kv_cache_dtype="bfloat16")) as short,
+    ):
+        exact, rounded = (torch.tensor(engine.score(IDS)) for engine in (plain, short))
+        assert 1e-6 < (exact - rounded).abs().max() < 2e-2
+        assert short.parts.kv.num_blocks == 2 * plain.parts.kv.num_blocks
+        assert executor_of(short).store.num_bytes <= 4 << 20
 
 
-def test_a_cache_in_bfloat16_takes_half_the_bytes_and_rounds_little(tiny: tuple[Path, Any]) -> None:
-    exact, plain = scores(tiny)
-    rounded, short = scores(tiny, kv_cache_dtype="bfloat16")
-    assert 1e-6 < max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) < 2e-2
-    assert short.parts.kv.num_blocks == 2 * plain.parts.kv.num_blocks
-    with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16")) as engine:
-        store = executor_of(engine).store
-        assert isinstance(store, KernelStore) and store.cache.k.dtype == store.cache.v.dtype == torch.bfloat16
-        assert store.num_bytes <= 4 << 20
-
-
-def test_a_cache_in_bfloat16_needs_the_kernels_or_bfloat16(tiny: tuple[Path, Any]) -> None:
+def test_a_cache_in_bfloat16_needs_the_kernels_or_bfloat16(tied: Pair) -> None:
     with pytest.raises(ValueError, match=r"^kv_cache_dtype=bfloat16 needs the CPU kernels, or weights in bfloat16$"):
-        InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off"))
-    with InferenceEngine(config(tiny, kv_cache_dtype="bfloat16", kernels="off", dtype="bfloat16")) as engine:
+        InferenceEngine(config(tied.directory, kv_cache_dtype="bfloat16", kernels="off"))
+    with InferenceEngine(config(tied.directory, kv_cache_dtype="bfloat16", kernels="off", dtype="bfloat16")) as engine:
         store = executor_of(engine).store
         assert isinstance(store, KVStore) and store.k_LSKD.dtype == torch.bfloat16

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference import sample_with_logprobs
 from nano_inference.core.seeds import derive_seed, uniform
 from nano_inference.core.step import Row
 from nano_inference.executors.sampling import adjust_logits, invert_cdf
@@ -233,17 +232,3 @@ def test_uniforms_are_even_and_depend_on_every_argument() -> None:
     for dim in range(3):
         a, b = values.narrow(dim, 0, 29).flatten(), values.narrow(dim, 1, 29).flatten()
         assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.02
-
-
-def test_the_public_function_draws_with_logprobs() -> None:
-    logits_BV, before = randn(4, 50, scale=2), randn(4, 50, scale=2)
-    temperatures_B, uniforms_B = torch.tensor([[0.0, 0.5, 1.0, 2.0], [0.1, 0.9, 0.5, 0.3]])
-    token_B, logprob_B = sample_with_logprobs(logits_BV, temperatures_B, top_ks=[0, 2, 0, 5], uniforms_B=uniforms_B)
-    assert torch.equal(logits_BV, before)
-    assert (token_B.dtype, logprob_B.dtype) == (torch.int64, torch.float32)
-    assert int(token_B[0]) == int(logits_BV[0].argmax())
-    assert float(logprob_B[0]) == float(torch.log_softmax(logits_BV[0].double(), -1).max().float())
-    assert float(logprob_B[2]) == float(torch.log_softmax(logits_BV[2].double(), -1)[token_B[2]].float())
-    assert int(token_B[1]) in logits_BV[1].topk(2).indices
-    token_B, _ = sample_with_logprobs(logits_BV.bfloat16(), temperatures_B, top_ps=[1e-6] * 4, min_ps=[0.0] * 4)
-    assert torch.equal(token_B, logits_BV.bfloat16().float().argmax(-1))
