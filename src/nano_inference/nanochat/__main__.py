@@ -9,15 +9,12 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.checkpoint_manager import load_from
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.engine import Engine
 from nano_inference.nanochat.files import SOURCES
-from nano_inference.nanochat.gpt import GPT
-from nano_inference.nanochat.tokenizer import RustBPETokenizer
 from nano_inference.types import SamplingParams
 
 
@@ -30,7 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, tokenizer, _ = load_from(
             root, device, source=wish.source, model_tag=wish.model_tag, step=wish.step, out=sys.stdout
         )
-        prompt = _prompt(wish, model, tokenizer)
+        prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
+        if wish.chat:
+            messages = [{"role": "user", "content": wish.prompt}, {"role": "assistant", "content": ""}]
+            prompt = tokenizer.render_for_completion(messages)
+        length, room = model.config.sequence_len, model.config.sequence_len - len(prompt)
+        if room <= 0:
+            raise ValueError(
+                f"--prompt has {len(prompt)} tokens; it must be shorter than the model's length of {length}"
+            )
+        if not 1 <= wish.max_tokens <= room:
+            raise ValueError(f"--max-tokens must be in [1, {room}] for this prompt, got {wish.max_tokens}")
     except ValueError as error:
         print(f"nano_inference.nanochat: {error}", file=sys.stderr)
         return 2
@@ -42,41 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=wish.max_tokens, ignore_eos=True)
     cached = list(core.generate([prompt], params)[0].completion_tokens)
-    return report(Answer(naive, naive_seconds), Answer(cached, time.perf_counter() - start), tokenizer)
-
-
-class Answer(NamedTuple):
-    """Tokens, and the seconds in which they were generated."""
-
-    tokens: list[int]
-    seconds: float
-
-
-def report(naive: Answer, cached: Answer, tokenizer: RustBPETokenizer) -> int:
-    """Print two answers of equal length and the first token that differs; return 0 if none does, else 1."""
-    for name, answer in (("naive", naive), ("cached", cached)):
-        print(f"{name:6}  {answer.seconds:8.3f} s   {tokenizer.decode(answer.tokens)!r}")
-    for place, pair in enumerate(zip(naive.tokens, cached.tokens, strict=True)):
+    cached_seconds = time.perf_counter() - start
+    for name, tokens, seconds in (("naive", naive, naive_seconds), ("cached", cached, cached_seconds)):
+        print(f"{name:6}  {seconds:8.3f} s   {tokenizer.decode(tokens)!r}")
+    for place, pair in enumerate(zip(naive, cached, strict=True)):
         if pair[0] != pair[1]:
             print(f"Mismatch at token {place}: {pair[0]} != {pair[1]}")
             break
-    is_equal = naive.tokens == cached.tokens
-    print(f"Match: {is_equal}, {naive.seconds / cached.seconds:.1f}x as fast, {len(naive.tokens)} tokens")
-    return 0 if is_equal else 1
-
-
-def _prompt(wish: argparse.Namespace, model: GPT, tokenizer: RustBPETokenizer) -> list[int]:
-    """Return the prompt's tokens. Raises `ValueError` if the answer does not fit after them."""
-    prompt = tokenizer.encode(wish.prompt, prepend=tokenizer.get_bos_token_id())
-    if wish.chat:
-        messages = [{"role": "user", "content": wish.prompt}, {"role": "assistant", "content": ""}]
-        prompt = tokenizer.render_for_completion(messages)
-    length = model.config.sequence_len
-    if len(prompt) >= length:
-        raise ValueError(f"--prompt has {len(prompt)} tokens; it must be shorter than the model's length of {length}")
-    if not 1 <= wish.max_tokens <= length - len(prompt):
-        raise ValueError(f"--max-tokens must be in [1, {length - len(prompt)}] for this prompt, got {wish.max_tokens}")
-    return prompt
+    print(f"Match: {naive == cached}, {naive_seconds / cached_seconds:.1f}x as fast, {len(naive)} tokens")
+    return int(naive != cached)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -23,9 +23,7 @@ from nano_inference.text.kinds import Tokenizer
 from nano_inference.text.tool_format import special_tokens
 
 MAX_EXPRESSION = 256  # most characters of an expression
-MAX_DEPTH = 64
-"""Most nested parentheses. Python's parser recurses: 80 end the process in a thread with 128 KiB of stack, and Python
-3.12 needs 256 KiB for 64."""
+MAX_DEPTH = 64  # most nested parentheses: Python's parser recurses, and 80 end a thread with 128 KiB of stack
 MAX_BITS = 4096  # most bits of an integer, checked before a product is computed
 MAX_RESULT = 256  # most characters of a result's text
 
@@ -80,7 +78,10 @@ def evaluate(expression: str) -> Value | None:
     Supported: numbers, strings, True, False, None, `()` and `...`; operators of numbers; comparisons; and, or, not, if;
     the methods of texts, lists and numbers in `_METHODS`, with at most one argument. "None" also returns None.
     """
-    if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression) or _depth(expression) > MAX_DEPTH:
+    if len(expression) > MAX_EXPRESSION or not _TOKENS.fullmatch(expression):
+        return None
+    depths = accumulate({"(": 1, ")": -1}.get(character, 0) for character in expression)  # also of those in strings
+    if max(depths, default=0) > MAX_DEPTH:
         return None
     try:
         tree = ast.parse(expression.lstrip(" \t"), mode="eval").body
@@ -90,12 +91,6 @@ def evaluate(expression: str) -> Value | None:
     except (Refused, ArithmeticError, LookupError, TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
         return None
     return None if result_text(value) is None else value
-
-
-def _depth(expression: str) -> int:
-    """Return the nesting depth of parentheses, including those in strings."""
-    steps = ({"(": 1, ")": -1}.get(character, 0) for character in expression)
-    return max(accumulate(steps), default=0)
 
 
 def result_text(value: Any) -> str | None:
@@ -225,8 +220,7 @@ _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 
 
-MAX_TEXT = 8192
-"""Most characters of a text, checked before padding and joining. `rfind` of two such texts takes about 30 ms."""
+MAX_TEXT = 8192  # most characters of a text: `rfind` of two such takes about 30 ms
 
 _ANY_TEXT = (
     *("capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal"),
@@ -314,8 +308,7 @@ _COMPARISONS: Mapping[type, Callable[[Any, Any], bool]] = {
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 OUTPUT_START, OUTPUT_END = "<|output_start|>", "<|output_end|>"
 
-_MAX_TOKENS = 4 * MAX_EXPRESSION
-"""Most tokens of an expression: each has at least one byte, and a character at most four."""
+_MAX_TOKENS = 4 * MAX_EXPRESSION  # of an expression: a token has at least one byte, a character at most four
 
 
 @dataclass(frozen=True, slots=True)

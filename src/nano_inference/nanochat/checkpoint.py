@@ -29,12 +29,11 @@ class Rules(NamedTuple):
     qk_scale: float
     softcap: float
     gate_scale: float
-    short_share: int  # a short window is this part of the sequence length
+    short_share: int  # a short window is this part of the sequence length, a third or a fourth rounded up to 128s
     rope_dtype: RopeDtype  # precision of the cos and sin tables; float32 means that of the computation
     signs: str  # what identifies the generation, for messages
 
     def constants(self, generation: str, sequence_len: int, window_pattern: str) -> Constants:
-        """Return all constants of a model; a short window is a half, or a smaller part rounded up to 128s."""
         part = self.short_share
         return Constants(
             generation=generation,
@@ -80,7 +79,6 @@ FLOAT32_EPS = 1.1920929e-07  # default epsilon of torch's rms_norm: float32's, w
 _MANY_TOKENS = 41_943_040  # `eval_tokens` of base runs since 2026-03-04
 _SHOWN = 5
 CONFIG_KEYS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
-"""Fields of `model_config` in all generations of master."""
 _BY_HAND = "set by hand"
 _ROPE_REASONS: Mapping[RopeDtype, str] = {
     "bfloat16": "rounded by upstream until 2026-03-04",
@@ -94,7 +92,7 @@ _UNKNOWN_WINDOWS = (
 _SOFTCAP_WARNING = (
     "soft cap 15 is assumed; runs of 2026-03-02 to 09 had 20 (override softcap=20). Greedy output is the same"
 )
-_KEYS_WARNING = "model_config has fields of no known generation, which are not used: "
+
 _PATTERN_WARNING = (
     "model_config has no window_pattern: L is assumed, as upstream does; mid-training in January 2026 used SSSL "
     "(override window_pattern=SSSL)"
@@ -125,8 +123,7 @@ class Constants:
     rope_dtype: RopeDtype
     """bfloat16: cos and sin are rounded to it, as upstream did until its commit 1076f97 (2026-03-04)."""
     decode_window: DecodeWindow = "short"
-    """full: windows apply to the prompt's queries only, as in upstream's fallback without FlashAttention 3 between
-    2026-01-16 (b62a5bc) and 2026-01-30 (3ba42e8)."""
+    """full: windows apply to the prompt's queries only, as upstream's of 2026-01-16 to 30 without FlashAttention 3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +210,9 @@ def infer(
     """
     columns = _check_weights(origin, shapes)
     unknown = sorted((name for name in config.values if name not in CONFIG_KEYS), key=str)
-    warnings = [_KEYS_WARNING + _listed(unknown)] if unknown else []
+    warnings = []
+    if unknown:
+        warnings.append(f"model_config has fields of no known generation, which are not used: {_listed(unknown)}")
     by_hand = override_values(overrides)
     recorded = constants_at(commit) if columns == 32 and "bigram_embed.embed.weight" not in shapes else {}
     generation, why = by_hand.get("generation"), _BY_HAND
@@ -225,13 +224,11 @@ def infer(
     if generation == "G2" and not recorded and not {"generation", "softcap"} & set(overrides):
         warnings.append(_SOFTCAP_WARNING)
     sequence_len = by_hand.get("sequence_len") or config.integer("sequence_len")
-    if "window_pattern" in by_hand:
-        pattern, pattern_why = by_hand["window_pattern"], _BY_HAND
-    else:
+    pattern, pattern_why = by_hand.get("window_pattern"), _BY_HAND
+    if pattern is None:
         pattern, pattern_why = _window_pattern(origin, shapes, config, warnings)
-    own, rules = f"{generation}'s", GENERATIONS[generation]
+    own, rules, has_short = f"{generation}'s", GENERATIONS[generation], "S" in pattern
     constants = rules.constants(generation, sequence_len, pattern)
-    has_short = "S" in pattern
     reasons = {
         **{"generation": why, "sequence_len": "model_config", "window_pattern": pattern_why},
         **{"rope_base": own, "qk_scale": own, "softcap": own, "norm_eps": "float32's epsilon"},
@@ -306,7 +303,6 @@ def _generation(
     is_zero: Callable[[str], bool],
     warnings: list[str],
 ) -> str:
-    """Return the generation; append to `warnings`."""
     if "bigram_embed.embed.weight" in shapes:
         return "G2e"
     if "smear_gate.weight" in shapes:
@@ -330,7 +326,7 @@ def _generation(
 
 
 def _window_pattern(origin: str, shapes: Shapes, config: Fields, warnings: list[str]) -> tuple[str, str]:
-    """Return the pattern of windows and its reason; append to `warnings`."""
+    """Return the pattern of windows and its reason."""
     if config.get("window_pattern") is None:
         if not has_lambdas(shapes):
             return "", "G0 has none"

@@ -34,15 +34,11 @@ def candidates(
         logits_BV, ids_BK = torch.topk(logits_BV, min(top_k, logits_BV.size(-1)), dim=-1)
     p_BK = torch.softmax(logits_BV / temperature, dim=-1)
     if top_p is not None and top_p < 1:
-        p_BK = p_BK.masked_fill(_outside(p_BK, top_p), 0.0)
+        sorted_BK, order_BK = p_BK.sort(dim=-1, descending=True, stable=True)
+        before_BK = sorted_BK.double().cumsum(-1) - sorted_BK
+        is_outside_BK = torch.zeros_like(p_BK, dtype=torch.bool).scatter_(-1, order_BK, before_BK >= top_p)
+        p_BK = p_BK.masked_fill(is_outside_BK, 0.0)
     return p_BK, ids_BK
-
-
-def _outside(p_BK: Tensor, top_p: float) -> Tensor:
-    """Return a mask [B, K] of the candidates outside top-p."""
-    sorted_BK, order_BK = p_BK.sort(dim=-1, descending=True, stable=True)
-    before_BK = sorted_BK.double().cumsum(-1) - sorted_BK
-    return torch.zeros_like(p_BK, dtype=torch.bool).scatter_(-1, order_BK, before_BK >= top_p)
 
 
 def sample_next_token(
@@ -103,7 +99,10 @@ class Columns:
         token_S1 = choice_S1 if ids_SK is None else ids_SK.gather(-1, choice_S1)
         for row, column in zip(rows, columns, strict=True):
             self._next[row] = column  # not column + 1: an interrupted step is repeated
-        self._forget()
+        first = min((column for column in self._next if column >= 0), default=self._num_drawn)
+        for kept in (self._numbers, self._states):
+            for column in [column for column in kept if column < first]:
+                del kept[column]
         return token_S1[:, 0], logprob_S
 
     def end(self, row: int) -> None:
@@ -111,7 +110,6 @@ class Columns:
         self._next[row] = -1
 
     def _numbers_of(self, rows: Sequence[int], columns: Sequence[int], like_SK: Tensor) -> Tensor:
-        """Return the random numbers [S, K] of `rows`, each at its column."""
         if len(rows) == len(self._next) and len(set(columns)) == 1 and list(rows) == list(range(len(rows))):
             return self._column(columns[0], like_SK)  # the usual case, without a copy
         q_SK = torch.empty_like(like_SK)
@@ -148,13 +146,6 @@ class Columns:
         self._numbers[column] = numbers_BK
         while len(self._numbers) > max(2, self._kept_bytes // numbers_BK.nbytes):
             del self._numbers[next(iter(self._numbers))]
-
-    def _forget(self) -> None:
-        """Delete the columns that no row needs any more."""
-        first = min((column for column in self._next if column >= 0), default=self._num_drawn)
-        for kept in (self._numbers, self._states):
-            for column in [column for column in kept if column < first]:
-                del kept[column]
 
 
 class ColumnSampler:

@@ -8,7 +8,6 @@ sample texts, because the libraries use different regular expression engines.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import tiktoken
@@ -20,8 +19,7 @@ from nano_inference.nanochat.pickled import PickledEncoding, encoding_of
 from nano_inference.text.fast import BYTE_OF_CHAR, CHAR_OF_BYTE, set_bos_eos
 from nano_inference.types import ModelError
 
-ENCODING_NAME = "rustbpe"  # name of the encodings that nanochat trains
-SAMPLES = (
+SAMPLES = (  # texts on which both forms must agree, in addition to the text of every token
     "Hello world! I'm fine, you're not; we'LL see what they'd've SAID. It's 'quoted'",
     "1 22 333 4444 55555 3.14159 1,000,000 ٣٤٥ ²³ Ⅷ x86_64 0xDEADBEEF 2026-07-03",
     "def f(x):\n    return {\n\t'a': x**2,  # comment\n    }\n\n\nif __name__ == '__main__':\r\n\tprint(f(3))\r\n",
@@ -34,7 +32,6 @@ SAMPLES = (
     " ",
     "aaaaaaaaaaaaaaaaaaaaaaaa" * 3 + "\n" * 9 + "!" * 40,
 )
-"""Texts on which both forms must agree, in addition to the text of every token."""
 
 
 def to_hf(fields: PickledEncoding, bos: str, where: str) -> tokenizers.Tokenizer:
@@ -91,8 +88,21 @@ def from_hf(path: Path) -> PickledEncoding:
         raise ModelError(f"{path}: must split with one pattern and have no normalizer, as nanochat's tokenizer")
     if rest[0]["add_prefix_space"] or rest[0]["use_regex"]:
         raise ModelError(f"{path}: ByteLevel must not add spaces or split, as in nanochat's tokenizer")
-    pattern, ranks = str(first["pattern"]["Regex"]), _ranks(core, special, path)
-    fields = PickledEncoding(name=ENCODING_NAME, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    if not isinstance(core.model, models.BPE):
+        raise ModelError(f"{path}: the model must be BPE, got {type(core.model).__name__}")
+    ranks: dict[bytes, int] = {}
+    for piece, token in sorted(core.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]):
+        if piece in special:
+            continue
+        if any(char not in BYTE_OF_CHAR for char in piece):
+            raise ModelError(f"{path}: the token {ascii(piece)[:80]} has characters that represent no byte")
+        ranks[bytes(BYTE_OF_CHAR[char] for char in piece)] = token
+    if list(ranks.values()) != list(range(len(ranks))):
+        raise ModelError(f"{path}: the ids of its {len(ranks)} ordinary tokens must be 0 to {len(ranks) - 1}")
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise ModelError(f"{path}: not every byte has a token")
+    pattern = str(first["pattern"]["Regex"])
+    fields = PickledEncoding(name="rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
     check_same(core, encoding_of(fields), str(path))
     return fields
 
@@ -108,21 +118,3 @@ def check_same(core: tokenizers.Tokenizer, encoding: tiktoken.Encoding, where: s
     for text in (*SAMPLES, *own):
         if core.encode(text, add_special_tokens=False).ids != encoding.encode_ordinary(text):
             raise ModelError(f"{where}: tokenizer.json and tiktoken would give different ids for {ascii(text)[:80]}")
-
-
-def _ranks(core: tokenizers.Tokenizer, special: Mapping[str, int], path: Path) -> dict[bytes, int]:
-    """Return bytes and ids of the ordinary tokens: ids are 0, 1, 2, …, and every byte is a token."""
-    if not isinstance(core.model, models.BPE):
-        raise ModelError(f"{path}: the model must be BPE, got {type(core.model).__name__}")
-    ranks: dict[bytes, int] = {}
-    for piece, token in sorted(core.get_vocab(with_added_tokens=False).items(), key=lambda item: item[1]):
-        if piece in special:
-            continue
-        if any(char not in BYTE_OF_CHAR for char in piece):
-            raise ModelError(f"{path}: the token {ascii(piece)[:80]} has characters that represent no byte")
-        ranks[bytes(BYTE_OF_CHAR[char] for char in piece)] = token
-    if list(ranks.values()) != list(range(len(ranks))):
-        raise ModelError(f"{path}: the ids of its {len(ranks)} ordinary tokens must be 0 to {len(ranks) - 1}")
-    if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise ModelError(f"{path}: not every byte has a token")
-    return ranks

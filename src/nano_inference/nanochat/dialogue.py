@@ -52,12 +52,10 @@ CHAT_TEMPLATE = """\
 
 Conversation = Mapping[str, Any] | Sequence[Message]  # an object with "messages", or the messages
 _Piece = tuple[str, bool, int]  # text, whether it is a special token, and its mask
-_PARTS: Mapping[str, tuple[str, str, int]] = {
+_PARTS: Mapping[str, tuple[str, str, int]] = {  # kind of a part -> the tokens around it, and its mask
     "python": (PYTHON_START, PYTHON_END, 1),
     "python_output": (OUTPUT_START, OUTPUT_END, 0),
 }
-"""Kind of a part -> the tokens around it, and its mask."""
-_NO_TEXT: Message = {"role": "assistant", "content": ""}
 
 
 class OutOfTurn(BadRequest):
@@ -146,7 +144,7 @@ def _id(special: Mapping[str, int], text: str) -> int:
 
 
 def _messages(conversation: Conversation) -> list[Message]:
-    """Return the messages of a conversation. Raises `BadRequest` unless each is an object with a role."""
+    """Return a conversation's messages. Raises `BadRequest` unless each is an object with a role."""
     messages = conversation.get("messages") if isinstance(conversation, Mapping) else conversation
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise BadRequest(
@@ -180,23 +178,21 @@ def _pieces(messages: list[Message]) -> Iterator[_Piece]:
             yield (system if index == first else "") + content, False, int(role == "assistant")
         elif isinstance(content, list | tuple):
             for place, part in enumerate(content):
-                yield from _part(part, f"{where}[{place}]")
+                if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+                    raise BadRequest(f"{where}[{place}]", "must be an object with a type and a text")
+                kind = part.get("type")
+                if kind == "text":
+                    yield part["text"], False, 1
+                elif not isinstance(kind, str) or kind not in _PARTS:
+                    raise BadRequest(
+                        f"{where}[{place}].type", f"must be text, python or python_output, got {kind!r:.80}"
+                    )
+                else:
+                    before, after, mask = _PARTS[kind]
+                    yield from ((before, True, mask), (part["text"], False, mask), (after, True, mask))
         else:
             raise BadRequest(where, f"must be a string or a list of parts, not {type(content).__name__}")
         yield f"<|{role}_end|>", True, int(role == "assistant")
-
-
-def _part(part: object, where: str) -> Iterator[_Piece]:
-    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        raise BadRequest(where, "must be an object with a type and a text")
-    kind = part.get("type")
-    if kind == "text":
-        yield part["text"], False, 1
-        return
-    if not isinstance(kind, str) or kind not in _PARTS:
-        raise BadRequest(f"{where}.type", f"must be text, python or python_output, got {kind!r:.80}")
-    before, after, mask = _PARTS[kind]
-    yield from ((before, True, mask), (part["text"], False, mask), (after, True, mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +222,7 @@ class NanochatDialogue:
         if rendering.add_generation_prompt:
             if rendering.continue_final:
                 raise BadRequest("", "continue_final_message and add_generation_prompt exclude each other")
-            return render_for_completion(self.tokenizer, [*messages, _NO_TEXT], None)
+            return render_for_completion(self.tokenizer, [*messages, {"role": "assistant", "content": ""}], None)
         if rendering.continue_final and messages[-1].get("role") != "assistant":
             raise BadRequest("", "continue_final_message requires a last message of the assistant")
         ids, _ = render_conversation(self.tokenizer, messages, None)

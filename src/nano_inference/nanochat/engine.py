@@ -146,15 +146,7 @@ class Engine:
 
         Raises as `generate`.
         """
-        return self.generate_batches(
-            [tokens],
-            num_samples,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seeds=[seed],
-            top_p=top_p,
-        )[0]
+        return self._batches([self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)])[0]
 
     def generate_batches(
         self,
@@ -175,21 +167,23 @@ class Engine:
         each = list(seeds) if isinstance(seeds, Sequence) else [seeds] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"seeds must be one for each of {len(prompts)} prompts, got {len(each)}")
-        calls = [
-            self._call(tokens, num_samples, max_tokens, temperature, top_k, seed, top_p)
-            for tokens, seed in zip(prompts, each, strict=True)
-        ]
-        if not isinstance(self.model, GPT):
-            return [_batch_of(plain_columns(self.model, call, self._cache_dtype), call) for call in calls]
-        with self._lock:
-            return self._core_batches(self.model, calls)
+        options = (num_samples, max_tokens, temperature, top_k)
+        return self._batches(
+            [self._call(tokens, *options, seed, top_p) for tokens, seed in zip(prompts, each, strict=True)]
+        )
 
     @property
     def core(self) -> InferenceEngine:
         """The core engine of a `GPT`; created at first use, after a failed step, and updated after new weights."""
         assert isinstance(self.model, GPT), "only a GPT of this package runs on the core engine"
         if self._core is None or not self._core.is_alive:
-            config = self._config or _config_for(self.model)
+            config, device = self._config, self.model.get_device()
+            if config is None:
+                num_bytes = None
+                if device.type == "cuda":  # the cache takes at most half of the free memory
+                    wanted = _ROWS * self.model.config.sequence_len * self.model.kv_bytes_per_token()
+                    num_bytes = max(1, min(wanted, torch.cuda.mem_get_info(device)[0] // 2))
+                config = EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, kv_cache_bytes=num_bytes)
             parts = parts_of(self.model.executor(config, self._sampler), config)
             self._core, self._version = InferenceEngine(config, parts=parts), self.model.version
         if self._version != self.model.version:
@@ -232,21 +226,36 @@ class Engine:
             terminals=terminals,
         )
 
-    def _core_batches(self, model: GPT, calls: Sequence[Call]) -> list[Batch]:
-        """Run calls together on the core engine. Raises `RuntimeError` for an aborted one."""
-        core, asked = self.core, dict[int, int]()
-        try:
-            for place, call in enumerate(calls):
-                if call.limit and call.num_samples:
-                    asked[place], _ = self._ask(model, call)
-            left = set(asked.values())
-            while left:
-                left.difference_update(core.wait_for_any(left))
-        finally:
-            samples = {place: core.collect(request_id) for place, request_id in asked.items()}
-            for request_id in asked.values():
-                self._sampler.close(request_id)
-        batches = [_empty_batch(call) for call in calls]
+    def _batches(self, calls: Sequence[Call]) -> list[Batch]:
+        """Run calls, together on the core engine if the model is a `GPT`. Raises `RuntimeError` for an aborted one."""
+        batches = []  # rows that start with the prompt, and their masks
+        for call in calls:
+            rows = range(call.num_samples)
+            batches.append(([call.tokens.copy() for _ in rows], [[0] * len(call.tokens) for _ in rows]))
+        if not isinstance(self.model, GPT):
+            for call, (results, masks) in zip(calls, batches, strict=True):
+                open_rows = set(range(call.num_samples))
+                for tokens, flags in plain_columns(self.model, call, self._cache_dtype):
+                    open_rows -= {row for row in open_rows if tokens[row] in call.terminals}
+                    for row in open_rows:
+                        results[row].append(tokens[row])
+                        masks[row].append(flags[row])
+                    if not open_rows:
+                        break
+            return batches
+        with self._lock:
+            core, asked = self.core, dict[int, int]()
+            try:
+                for place, call in enumerate(calls):
+                    if call.limit and call.num_samples:
+                        asked[place], _ = self._ask(self.model, call)
+                left = set(asked.values())
+                while left:
+                    left.difference_update(core.wait_for_any(left))
+            finally:
+                samples = {place: core.collect(request_id) for place, request_id in asked.items()}
+                for request_id in asked.values():
+                    self._sampler.close(request_id)
         for place, found in samples.items():
             for result, mask, sample in zip(*batches[place], found, strict=False):
                 if sample.finish_reason == "abort":
@@ -297,36 +306,6 @@ def _require(condition: bool, text: str) -> None:
     """Raise `AssertionError`, as upstream, also under `python -O`."""
     if not condition:
         raise AssertionError(text)
-
-
-def _config_for(model: GPT) -> EngineConfig:
-    """Return the default configuration; on a GPU the cache takes at most half of the free memory."""
-    num_bytes = None
-    device = model.get_device()
-    if device.type == "cuda":
-        wanted = _ROWS * model.config.sequence_len * model.kv_bytes_per_token()
-        num_bytes = max(1, min(wanted, torch.cuda.mem_get_info(device)[0] // 2))
-    return EngineConfig(model_path="nanochat", max_model_len=2**31 - 1, kv_cache_bytes=num_bytes)
-
-
-def _empty_batch(call: Call) -> Batch:
-    """Return rows with the prompt, and their masks."""
-    rows = range(call.num_samples)
-    return [call.tokens.copy() for _ in rows], [[0] * len(call.tokens) for _ in rows]
-
-
-def _batch_of(columns: Iterator[Column], call: Call) -> Batch:
-    """Collect columns into rows, each up to its terminal."""
-    results, masks = _empty_batch(call)
-    open_rows = set(range(call.num_samples))
-    for token_column, token_masks in columns:
-        open_rows -= {row for row in open_rows if token_column[row] in call.terminals}
-        for row in open_rows:
-            results[row].append(token_column[row])
-            masks[row].append(token_masks[row])
-        if not open_rows:
-            break
-    return results, masks
 
 
 def _columns_of(deltas: Iterator[Delta], num_rows: int, columns: Columns) -> Iterator[Column]:

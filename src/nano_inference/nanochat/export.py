@@ -50,8 +50,7 @@ from nano_inference.types import ModelError
 
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _SHOWN = 80
-_ENDS = frozenset({"eos_token_ids", "bos_token_id"})
-"""Fields that nanochat's own files lack: the tokenizer's special tokens define them."""
+_ENDS = frozenset({"eos_token_ids", "bos_token_id"})  # not in nanochat's own files: the tokenizer defines them
 
 
 def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path) -> Path:
@@ -70,7 +69,23 @@ def export_hf(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir: Path)
         ids = {"bos_token_id": config.bos_token_id, "eos_token_id": ends or None, "pad_token_id": [*ends, None][0]}
         _write_json(hidden / "generation_config.json", ids)
         _write_safetensors(hidden / SINGLE_NAME, sources)
-        _write_hf_tokenizer(hidden, tokenizer_dir, config)
+        if tokenizer_dir is not None and not (tokenizer_dir / FILE_NAME).is_file():
+            _copy(tokenizer_dir, hidden, _HF_FILES)
+        elif tokenizer_dir is not None:  # convert tokenizer.pkl
+            named, path = nanochat_tokenizer(tokenizer_dir).named, tokenizer_dir / FILE_NAME
+            core = to_hf(read_fields(path), named["bos_token"], str(path))
+            core.save(str(hidden / "tokenizer.json"))
+            settings = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **named,
+                "pad_token": named["eos_token"],
+                "model_max_length": config.max_positions,
+                "clean_up_tokenization_spaces": False,
+            }
+            _write_json(hidden / "tokenizer_config.json", settings)
+            if core.token_to_id(ASSISTANT_END) is not None:
+                (hidden / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        _check_vocabulary(hidden, tokenizer_dir, config)
         _check_same(checkpoint, config, open_hf_nanochat(hidden).config)
     return out_dir
 
@@ -86,7 +101,7 @@ def export_safetensors(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_d
         _write_safetensors(hidden / SINGLE_NAME, _own_names(checkpoint))
         if tokenizer_dir is not None:
             _copy(tokenizer_dir, hidden, (FILE_NAME, *_HF_FILES))
-            _check_vocabulary(hidden, tokenizer_dir, config)
+        _check_vocabulary(hidden, tokenizer_dir, config)
         _check_same(checkpoint, config, open_own(hidden).config, _ENDS)
     return out_dir
 
@@ -116,7 +131,7 @@ def export_nanochat(checkpoint: Checkpoint, tokenizer_dir: Path | None, out_dir:
                 found = from_hf(tokenizer_dir / "tokenizer.json")
                 (hidden / FILE_NAME).write_bytes(pickle.dumps(encoding_of(found), protocol=4))
             torch.save(torch.tensor(token_sizes(found), dtype=torch.int32), hidden / "token_bytes.pt")
-            _check_vocabulary(hidden, tokenizer_dir, config)
+        _check_vocabulary(hidden, tokenizer_dir, config)
         files = find_files(hidden)
         assert files is not None
         _check_same(checkpoint, config, open_nanochat(files).config, _ENDS | {"norm_eps"})
@@ -200,7 +215,9 @@ def _check_same(
             raise ModelError(f"{checkpoint.path}: cannot be exported in this format: {name} {became}")
 
 
-def _check_vocabulary(directory: Path, tokenizer_dir: Path, config: ModelConfig) -> None:
+def _check_vocabulary(directory: Path, tokenizer_dir: Path | None, config: ModelConfig) -> None:
+    if tokenizer_dir is None:
+        return
     size = load_tokenizer(TokenizerSource(str(directory)), TOKENIZERS).vocab_size
     if size != config.vocab_size:
         raise ModelError(f"{tokenizer_dir}: the tokenizer has {size} tokens, the model {config.vocab_size}")
@@ -233,30 +250,6 @@ def _hf_config(config: ModelConfig, sources: Mapping[str, WeightSource]) -> dict
         "use_cache": True,
         "dtype": widest,
     }
-
-
-def _write_hf_tokenizer(directory: Path, tokenizer_dir: Path | None, config: ModelConfig) -> None:
-    """Write the files of a Hugging Face tokenizer, converted from tokenizer.pkl if there is one, else copied."""
-    if tokenizer_dir is None:
-        return
-    if not (tokenizer_dir / FILE_NAME).is_file():
-        _copy(tokenizer_dir, directory, _HF_FILES)
-    else:
-        named = nanochat_tokenizer(tokenizer_dir).named
-        path = tokenizer_dir / FILE_NAME
-        core = to_hf(read_fields(path), named["bos_token"], str(path))
-        core.save(str(directory / "tokenizer.json"))
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            **named,
-            "pad_token": named["eos_token"],
-            "model_max_length": config.max_positions,
-            "clean_up_tokenization_spaces": False,
-        }
-        _write_json(directory / "tokenizer_config.json", settings)
-        if core.token_to_id(ASSISTANT_END) is not None:
-            (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _check_vocabulary(directory, tokenizer_dir, config)
 
 
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:

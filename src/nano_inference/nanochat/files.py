@@ -8,12 +8,13 @@ directory as published on the Hub; the base directory with a directory of tags p
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nano_inference.loading.fields import read_json, shown
-from nano_inference.support.files import is_present, path_of
+from nano_inference.support.files import is_present, path_of, status_of
 from nano_inference.types import MissingFile, ModelError
 
 FILE_NAME = "tokenizer.pkl"
@@ -30,7 +31,6 @@ _MODEL = re.compile(r"model_([0-9]+)\.pt")
 _DEPTH = re.compile(r"d([0-9]+)")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 _SHOWN_NAMES = 10
-
 _Tags = dict[str, Path]  # model tag -> directory with checkpoints
 _TagsBySource = dict[str | None, _Tags]  # the tags of each source; the key None if the layout does not name the source
 
@@ -50,8 +50,7 @@ class NanochatFiles:
     step: int
     tokenizer: Path | None  # the directory of tokenizer.pkl or tokenizer.json; None if there is neither
     source: str | None  # one of `SOURCES`, None if the layout does not name it
-    git_commit: str | None
-    """nanochat's commit in training, recorded by the experiments layout or in the checkpoint's meta file."""
+    git_commit: str | None  # nanochat's in training, from the experiment's meta.json or the checkpoint's meta file
 
 
 def nanochat_home(environ: Mapping[str, str]) -> Path:
@@ -79,7 +78,11 @@ def find_files(
             return None
         found = _choose_source(path, sources, source)
         directory = sources[found][_choose_tag(path, sources[found], model_tag)]
-        return _files(found, _choose_step(directory, step))
+        steps = _steps(directory)
+        number = max(steps) if step is None else step
+        if number not in steps:
+            raise MissingFile(f"{directory}: has no step {shown(number)}; there is {_listed(sorted(steps))}")
+        return _files(found, steps[number])
     match = _MODEL.fullmatch(path.name)
     if match is None:
         return None
@@ -143,7 +146,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _whole(directory: Path) -> Path:
-    """Return the absolute path; resolve symbolic links only if the path contains ".."."""
+    """Return the absolute path; symbolic links are resolved only if it contains ".."."""
     return directory.resolve() if ".." in directory.parts else directory.absolute()
 
 
@@ -198,7 +201,7 @@ def _tags(path: Path) -> _Tags:
 
 
 def _by_source(experiment: Path) -> _TagsBySource:
-    """Return the contents of `<experiment>/<tag>/<source>`, also with a source's long name and a tag below it."""
+    """Return the tags in `<experiment>/<tag>/<source>`, also with a source's long name and a tag below it."""
     sources: _TagsBySource = {}
     for tag in _directories(experiment):
         for source in SOURCES:
@@ -212,7 +215,7 @@ def _by_source(experiment: Path) -> _TagsBySource:
 
 
 def _experiment(path: Path) -> _TagsBySource:
-    """Return the contents of the only experiment in a directory, or of the one named "default"."""
+    """Return the tags of the only experiment in a directory, or of the one named "default"."""
     found = {child.name: sources for child in _directories(path) if (sources := _by_source(child))}
     if len(found) > 1 and "default" not in found:
         raise ModelError(f"{path}: contains several experiments; name the directory of one: {_listed(found)}")
@@ -240,15 +243,7 @@ def _choose_tag(path: Path, tags: _Tags, wanted: str | None) -> str:
     depths = {name: int(match[1]) for name in names if (match := _DEPTH.match(name))}
     if depths:
         return max(depths, key=lambda name: depths[name])
-    return max(names, key=lambda name: _changed(tags[name]))
-
-
-def _choose_step(directory: Path, wanted: int | None) -> Path:
-    steps = _steps(directory)
-    number = max(steps) if wanted is None else wanted
-    if number not in steps:
-        raise MissingFile(f"{directory}: has no step {shown(number)}; there is {_listed(sorted(steps))}")
-    return steps[number]
+    return max(names, key=lambda name: tags[name].stat().st_mtime_ns)
 
 
 def _steps(directory: Path) -> dict[int, Path]:
@@ -274,17 +269,8 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def _changed(directory: Path) -> int:
-    try:
-        return directory.stat().st_mtime_ns
-    except OSError:
-        return 0
+    found = status_of(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -44,17 +44,13 @@ from nano_inference.types import BadRequest, ModelError
 
 HF_TYPE = "nanochat"  # `model_type` of Transformers' port, which implements G0 only
 OWN_TYPE = "nanochat_"  # prefix of `model_type` in exported directories of any generation, such as nanochat_g4
-HF_ROPE_DTYPE = "nanochat_rope_dtype"
-"""Field of config.json with the precision of rotary tables; written by `models export`, ignored by Transformers."""
+HF_ROPE_DTYPE = "nanochat_rope_dtype"  # field of config.json with the precision of rotary tables; not Transformers'
 MAX_LAYERS = 10_000
 TOKENIZERS: Mapping[str, TokenizerKind] = {**OWN_TOKENIZERS, "nanochat": TOKENIZER}
-"""Tokenizers that a nanochat checkpoint can have."""
 _TITLE = "a nanochat checkpoint"
 _SMALL = 4096  # most values of a weight that is tested for zeros
-_FILL: Mapping[str, float] = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
-"""Values for a missing weight, as in upstream's loader."""
-_END_FROM_LAST = (5, 9)
-"""Distance of assistant_end and bos from the vocabulary's end, in nanochat's order of special tokens."""
+_FILL: Mapping[str, float] = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # for a missing one, as upstream's loader
+_END_FROM_LAST = (5, 9)  # distance of assistant_end and bos from the vocabulary's end, in nanochat's order
 
 
 def is_exported(directory: Path) -> bool:
@@ -173,7 +169,6 @@ def _open(
     overrides: Mapping[str, str],
     commit: str | None = None,
 ) -> Checkpoint:
-    """Infer the generation and return the checkpoint."""
     origin, sources = str(path), dict(weights)
     shapes = {name: source.shape for name, source in sources.items()}
 
@@ -221,10 +216,7 @@ def _ends(origin: str, model: ModelConfig, source: TokenizerSource | None) -> di
 
 
 def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Constants) -> ModelConfig:
-    """Return the configuration from the weights' shapes, `model_config` and the inferred constants.
-
-    Without end tokens, which the tokenizer defines. Raises `ModelError` for sizes that contradict each other.
-    """
+    """Return the configuration without end tokens. Raises `ModelError` for sizes that contradict each other."""
     vocab_size, hidden = config.integer("vocab_size"), config.integer("n_embd")
     num_layers, num_heads = config.integer("n_layer", high=MAX_LAYERS), config.integer("n_head")
     num_kv_heads = config.integer("n_kv_head", num_heads)
@@ -236,6 +228,7 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
     pattern = constants.window_pattern or "L"
     kinds = [pattern[i % len(pattern)] for i in range(num_layers - 1)]
     windows = [constants.short_window + 1 if kind == "S" else None for kind in kinds]
+    gates = [shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight")]
     try:
         rope = RopeConfig(
             theta=constants.rope_base, rotary_dim=head_dim, reverse=True, table_dtype=constants.rope_dtype
@@ -254,7 +247,19 @@ def nanochat_config(origin: str, shapes: Shapes, config: Fields, constants: Cons
             max_positions=constants.sequence_len,
             norm_eps=constants.norm_eps,
             logits_softcap=constants.softcap,
-            terms=_terms(shapes, constants),
+            terms=NanochatTerms(
+                generation=constants.generation,
+                padded_vocab_size=shapes["transformer.wte.weight"][0],
+                qk_scale=constants.qk_scale,
+                long_window=constants.sequence_len + 1 if constants.window_pattern else None,
+                has_lambdas=has_lambdas(shapes),
+                gate_columns=gates[0] if gates else 0,
+                gate_scale=constants.gate_scale,
+                smear_columns=shapes.get("smear_gate.weight", (0,))[-1],
+                has_backout="backout_lambda" in shapes,
+                bigram_rows=shapes.get("bigram_embed.embed.weight", (0,))[0],
+                has_full_decode=constants.decode_window == "full",
+            ),
         )
     except ValueError as error:
         raise ModelError(f"{origin}: {error}") from None
@@ -280,24 +285,6 @@ def _check_shapes(origin: str, shapes: Shapes, num_layers: int, vocab_size: int,
             raise ModelError(f"{origin}: vocab_size is {vocab_size}, but the embedding has {shape[0]} rows")
         if wanted is None and shape[1] != hidden:
             raise ModelError(f"{origin}: n_embd is {hidden}, but the embedding has {shape[1]} columns")
-
-
-def _terms(shapes: Shapes, constants: Constants) -> NanochatTerms:
-    """Determine the terms of the forward pass from the names and shapes of the weights."""
-    gates = [shape[-1] for name, shape in shapes.items() if name.endswith(".ve_gate.weight")]
-    return NanochatTerms(
-        generation=constants.generation,
-        padded_vocab_size=shapes["transformer.wte.weight"][0],
-        qk_scale=constants.qk_scale,
-        long_window=constants.sequence_len + 1 if constants.window_pattern else None,
-        has_lambdas=has_lambdas(shapes),
-        gate_columns=gates[0] if gates else 0,
-        gate_scale=constants.gate_scale,
-        smear_columns=shapes.get("smear_gate.weight", (0,))[-1],
-        has_backout="backout_lambda" in shapes,
-        bigram_rows=shapes.get("bigram_embed.embed.weight", (0,))[0],
-        has_full_decode=constants.decode_window == "full",
-    )
 
 
 def model_config_of(config: ModelConfig) -> dict[str, Any]:

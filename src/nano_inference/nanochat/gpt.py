@@ -72,8 +72,8 @@ class GPT:
         self.config = GPTConfig(**{"window_pattern": "L", **model_config_of(config)})
         own = program(replace(model.config, terms=replace(self.terms, has_hf_names=False)))
         tensors, pairs = dict(model.weight_values()), zip(own.weights, model.program.weights, strict=True)
+        # nanochat's names, whatever those of the checkpoint -> tensors in the model's memory
         self.weights: Mapping[str, Tensor] = MappingProxyType({one.name: tensors[spec.name] for one, spec in pairs})
-        """nanochat's name, whatever those of the checkpoint -> tensor in the model's memory."""
         without_store = [op for op in model.program.body if not isinstance(op, Store)]
         self._body = CompiledPart(without_store, model.model.weights, {}, "x", OPERATIONS)
         self._no_store = new_store(model.program, 0, 1, model.dtype, model.device)
@@ -184,7 +184,6 @@ class GPT:
         kv_cache: KVCache | None = None,
         loss_reduction: LossReduction = "mean",
     ) -> Tensor:
-        """Return what `forward` does."""
         return self.forward(idx, targets, kv_cache, loss_reduction)
 
     def setup_optimizer(self, *rates: float, **named_rates: float) -> NoReturn:

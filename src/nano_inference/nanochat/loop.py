@@ -1,7 +1,6 @@
 """nanochat's generation loop: a dense cache, one column of tokens for all rows at a time.
 
-Used for models that are not `GPT`, and as the reference in tests. Also upstream's `RowState`: forced tokens and end of
-one row.
+For models that are not `GPT`, and the reference in tests.
 
 Shapes: B rows, V vocabulary.
 """
@@ -126,8 +125,8 @@ def _take(state: RowState, sampled: int, call: Call) -> int:
 def _dtype_of(model: Any, device: torch.device) -> torch.dtype:
     """Return the precision in which a model computes: COMPUTE_DTYPE, else that of the embedding or first parameter.
 
-    COMPUTE_DTYPE is a global in upstream's nanochat/gpt.py, whose weights may have another precision (NANOCHAT_DTYPE);
-    submodules are searched for wrapped models (torch.compile). Fallback: upstream's old default.
+    COMPUTE_DTYPE is a global in upstream's nanochat/gpt.py, whose weights may have another precision; a model wrapped
+    by torch.compile has it in a submodule. Fallback: upstream's old default.
     """
     parts = list(model.modules()) if isinstance(model, nn.Module) else [model]
     for part in parts:

@@ -29,8 +29,6 @@ MAX_FILE = 1 << 23  # most bytes of a file; a vocabulary of 65,536 takes about 1
 MAX_ENTRIES = 1 << 18  # most entries of a dict
 MAX_SPECIAL = 1 << 16  # ids after the ranks among which special tokens must be
 _PROBES = ("What is 12 + 34?\n\n  It's 3 r's in strawberry.", "naïve 世界 🙂\t\r\n 1234567", " " * 50 + "a" * 200)
-"""Texts that the pattern must preserve."""
-
 _FIELDS = ("name", "pat_str", "mergeable_ranks", "special_tokens")
 
 
@@ -79,7 +77,14 @@ def read_encoding(path: Path) -> tiktoken.Encoding:
         encoding = encoding_of(fields)
     except (ValueError, TypeError, OverflowError) as error:
         raise ModelError(f"{path}: tiktoken refuses it: {error}") from None
-    _check_cuts(path, encoding)
+    for text in _PROBES:  # its pattern must split them without losses
+        try:
+            with no_panic(f"a text of {len(text)} characters"):
+                is_whole = encoding.decode(encoding.encode_ordinary(text)) == text
+        except Exception as error:  # ValueError at the limit of backtracking
+            raise ModelError(f"{path}: its pattern fails: {error}") from None
+        if not is_whole:
+            raise ModelError(f"{path}: its pattern loses parts of a text")
     return encoding
 
 
@@ -101,18 +106,6 @@ def token_sizes(fields: PickledEncoding) -> list[int]:
     return sizes
 
 
-def _check_cuts(path: Path, encoding: tiktoken.Encoding) -> None:
-    """Raise `ModelError` if the pattern fails on ordinary texts or loses parts of them."""
-    for text in _PROBES:
-        try:
-            with no_panic(f"a text of {len(text)} characters"):
-                is_whole = encoding.decode(encoding.encode_ordinary(text)) == text
-        except Exception as error:  # ValueError at the limit of backtracking
-            raise ModelError(f"{path}: its pattern fails: {error}") from None
-        if not is_whole:
-            raise ModelError(f"{path}: its pattern loses parts of a text")
-
-
 def read_fields(path: Path) -> PickledEncoding:
     """Return the checked fields of a tokenizer.pkl. Raises `ModelError` naming the file and the problem."""
     try:
@@ -122,7 +115,7 @@ def read_fields(path: Path) -> PickledEncoding:
             found = read_data(file.read(), frozenset({_ENCODING, _TO_BYTES}))
         if not isinstance(found, Named) or found.name != _ENCODING or found.arguments:
             raise PickleError("it is not one tiktoken.Encoding")
-        return _checked(found.state)
+        return _fields_of(found.state)
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else ModelError
         raise kind(f"{path}: cannot be read: {error.strerror}") from None
@@ -130,7 +123,7 @@ def read_fields(path: Path) -> PickledEncoding:
         raise ModelError(f"{path}: not nanochat's pickled tiktoken.Encoding: {error}") from None
 
 
-def _checked(state: object) -> PickledEncoding:
+def _fields_of(state: object) -> PickledEncoding:
     if isinstance(state, str):
         raise PickleError(f"it only names the registered encoding {shown(state)}, whose ranks tiktoken would download")
     if not isinstance(state, dict) or set(state) != set(_FIELDS):
@@ -140,9 +133,26 @@ def _checked(state: object) -> PickledEncoding:
             raise PickleError(f"{name} is {type(state[name]).__name__}, not {kind.__name__}")
     if not state["pat_str"]:
         raise PickleError("pat_str is empty")
+    # Ranks: bytes -> 0, 1, 2, …, each once; every byte has one.
     ranks = {_as_bytes(word): rank for word, rank in state["mergeable_ranks"].items()}
-    _check_ranks(ranks)
-    _check_special(state["special_tokens"], len(ranks))
+    if len(ranks) > MAX_ENTRIES:
+        raise PickleError(f"mergeable_ranks has more than {MAX_ENTRIES} entries")
+    if not all(type(word) is bytes and word and type(rank) is int for word, rank in ranks.items()):
+        raise PickleError("mergeable_ranks does not map bytes to integers")
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise PickleError(f"the ranks are not 0 to {len(ranks) - 1}, each once")
+    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lacking:
+        raise PickleError(f"the byte {lacking[0]:#04x} has no token")
+    # Special tokens: text -> an id after the ranks, each once.
+    special = state["special_tokens"]
+    if not all(type(text) is str and text and type(token) is int for text, token in special.items()):
+        raise PickleError("special_tokens does not map text to integers")
+    if len(set(special.values())) != len(special):
+        raise PickleError("two special tokens have one id")
+    outside = [text for text, token in special.items() if not len(ranks) <= token < len(ranks) + MAX_SPECIAL]
+    if outside:
+        raise PickleError(f"the id of special token {shown(outside[0])} is not among the {MAX_SPECIAL} after the ranks")
     return PickledEncoding(**{**state, "mergeable_ranks": ranks})
 
 
@@ -154,25 +164,3 @@ def _as_bytes(word: Any) -> Any:
         case (str(text), "latin1") if max(text, default="") <= "\xff":
             return text.encode("latin-1")
     raise PickleError("it calls _codecs.encode other than for bytes")
-
-
-def _check_ranks(ranks: dict[Any, Any]) -> None:
-    if len(ranks) > MAX_ENTRIES:
-        raise PickleError(f"mergeable_ranks has more than {MAX_ENTRIES} entries")
-    if not all(type(word) is bytes and word and type(rank) is int for word, rank in ranks.items()):
-        raise PickleError("mergeable_ranks does not map bytes to integers")
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise PickleError(f"the ranks are not 0 to {len(ranks) - 1}, each once")
-    lacking = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    if lacking:
-        raise PickleError(f"the byte {lacking[0]:#04x} has no token")
-
-
-def _check_special(special: dict[Any, Any], first: int) -> None:
-    if not all(type(text) is str and text and type(token) is int for text, token in special.items()):
-        raise PickleError("special_tokens does not map text to integers")
-    if len(set(special.values())) != len(special):
-        raise PickleError("two special tokens have one id")
-    outside = [text for text, token in special.items() if not first <= token < first + MAX_SPECIAL]
-    if outside:
-        raise PickleError(f"the id of special token {shown(outside[0])} is not among the {MAX_SPECIAL} after the ranks")

@@ -19,14 +19,7 @@ from torch import Tensor
 from nano_inference.nanochat.common import base_path
 from nano_inference.nanochat.dialogue import Conversation, OutOfTurn, render_conversation, render_for_completion
 from nano_inference.nanochat.files import FILE_NAME
-from nano_inference.nanochat.pickled import (
-    PickledEncoding,
-    encoding_of,
-    from_encoding,
-    nanochat_tokenizer,
-    read_fields,
-    token_sizes,
-)
+from nano_inference.nanochat.pickled import from_encoding, nanochat_tokenizer, read_fields, token_sizes
 from nano_inference.support.packages import MissingPackage
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
@@ -78,10 +71,9 @@ class RustBPETokenizer:
         trainer.train_from_iterator(iter(text_iterator), merged, pattern=SPLIT_PATTERN)
         ranks = {bytes(word): rank for word, rank in trainer.get_mergeable_ranks()}
         special = {text: len(ranks) + index for index, text in enumerate(SPECIAL_TOKENS)}
-        fields = PickledEncoding(
-            name="rustbpe", pat_str=trainer.get_pattern(), mergeable_ranks=ranks, special_tokens=special
-        )
-        return cls(encoding_of(fields), SPECIAL_TOKENS[0])
+        pattern = trainer.get_pattern()
+        encoding = tiktoken.Encoding("rustbpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        return cls(encoding, SPECIAL_TOKENS[0])
 
     def get_vocab_size(self) -> int:
         """Return the number of ids, including special ones."""
@@ -151,14 +143,14 @@ class RustBPETokenizer:
         """Write a tokenizer.pkl into a directory; nanochat and `from_directory` can read it."""
         directory = Path(tokenizer_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        fields = PickledEncoding(
-            name=self.enc.name,
+        # A new object, because tiktoken pickles a registered one as its name only.
+        copy = tiktoken.Encoding(
+            self.enc.name,
             pat_str=self.enc._pat_str,
             mergeable_ranks=self.enc._mergeable_ranks,
             special_tokens=self.enc._special_tokens,
         )
-        # A new object, because tiktoken pickles a registered one as its name only.
-        (directory / FILE_NAME).write_bytes(pickle.dumps(encoding_of(fields), protocol=4))
+        (directory / FILE_NAME).write_bytes(pickle.dumps(copy, protocol=4))
 
     def render_conversation(
         self, conversation: Conversation, max_tokens: int | None = 2048
