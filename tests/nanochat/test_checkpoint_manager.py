@@ -1,4 +1,4 @@
-"""`checkpoint_manager.load_model` and `common`: selection of checkpoints, printed lines, errors."""
+"""`checkpoint_manager`: selection of checkpoints, printed lines, errors, saving."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from nano_inference import ModelError
-from nano_inference.nanochat import load_model
-from nano_inference.nanochat.common import (
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    get_base_dir,
-    print0,
+from nano_inference.nanochat import GPT, load_model
+from nano_inference.nanochat.checkpoint_manager import (
+    build_model,
+    find_largest_model,
+    find_last_step,
+    load_checkpoint,
+    load_model_from_dir,
+    load_optimizer_state,
+    save_checkpoint,
 )
 from nano_inference.nanochat.files import SOURCES
 from tests.nanochat.tiny import (
@@ -30,6 +32,7 @@ from tests.nanochat.tiny import (
 )
 
 Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 DIRECTORIES = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}
 
 
@@ -93,18 +96,6 @@ def test_load_model_prints_warnings_and_commit(tmp_path: Path, capsys: Capture) 
     assert third.startswith("warning: soft cap 15 is assumed")
 
 
-def test_load_says_which_windows_weights_do_not_show(tmp_path: Path, capsys: Capture) -> None:
-    """From 2026-01-16 to 30 upstream without FlashAttention 3 ignored windows in answers (G1, G2, G2e)."""
-    write_tokenizer(tmp_path / "tokenizer")
-    for generation in set(GENERATIONS) - {"G2s"}:  # which is taken for a G2 after fine-tuning
-        write_checkpoint(tmp_path / "chatsft_checkpoints" / "d4", generation)
-        load_model("sft", "cpu", "eval", base_dir=tmp_path)
-        assert ("override decode_window=full" in capsys.readouterr().err) == (generation in ("G1", "G2", "G2e"))
-    write_checkpoint(tmp_path / "chatsft_checkpoints" / "d4", "G1")
-    load_model("sft", "cpu", "eval", base_dir=tmp_path, overrides=["decode_window=full"])
-    assert "is assumed" not in capsys.readouterr().err
-
-
 def test_load_model_applies_overrides_and_dtype(base: Path, capsys: Capture) -> None:
     ids = torch.tensor([[256, 104, 105]])
     plain = load_model("sft", "cpu", "eval")[0](ids)
@@ -120,86 +111,123 @@ def test_load_model_applies_overrides_and_dtype(base: Path, capsys: Capture) -> 
         load_model("sft", "cpu", "eval", overrides=["speed=3"])
 
 
-@pytest.mark.parametrize("phase", ["train", "", "Eval"])
-def test_other_phases_are_refused(base: Path, phase: str, capsys: Capture) -> None:
-    with pytest.raises(ValueError, match=rf'^phase must be "eval", got {phase!r}'):
-        load_model("sft", "cpu", phase)
-    assert capsys.readouterr().err == "", "before anything is read"
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_saved_checkpoint_loads_with_equal_weights(tmp_path: Path, generation: str) -> None:
+    config = model_config(generation)
+    model = GPT.from_state_dict(state_dict(generation, config), config)
+    directory = tmp_path / "chatrl_checkpoints" / "d4"
+    write_tokenizer(tmp_path / "tokenizer")
+    save_checkpoint(directory, 12, model.state_dict(), None, {"model_config": model.config.__dict__})
+    loaded, tokenizer, meta = load_model("rl", "cpu", "eval", base_dir=tmp_path)
+    assert meta["model_config"]["n_embd"] == 64 and tokenizer.get_vocab_size() == config["vocab_size"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.weights[name], tensor), name
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    assert (directory / "model_000012.pt").stat().st_size < num_bytes + 40_000, "no weight is stored twice"
+
+
+def test_part_of_a_tensor_is_saved_alone(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"a": torch.arange(100_000.0)[7:9]}, None, {})
+    assert (tmp_path / "model_000001.pt").stat().st_size < 10_000
+    assert load_checkpoint(tmp_path, 1, "cpu")[0]["a"].tolist() == [7.0, 8.0]
+
+
+def test_each_rank_saves_its_optimizer_and_rank_0_the_rest(tmp_path: Path) -> None:
+    weights, state = {"lm_head.weight": torch.ones(2, 3)}, {"step": torch.tensor(4)}
+    save_checkpoint(tmp_path / "new" / "d2", 7, weights, state, {"step": 7}, rank=1)
+    assert names_in(tmp_path / "new" / "d2") == {"optim_000007_rank1.pt"}
+    save_checkpoint(tmp_path / "new" / "d2", 7, weights, state, {"step": 7})
+    names = {"model_000007.pt", "meta_000007.json", "optim_000007_rank0.pt", "optim_000007_rank1.pt"}
+    assert names_in(tmp_path / "new" / "d2") == names
+    found, optimizer, meta = load_checkpoint(tmp_path / "new" / "d2", 7, "cpu", load_optimizer=True, rank=1)
+    assert torch.equal(found["lm_head.weight"], weights["lm_head.weight"]) and int(optimizer["step"]) == 4
+    assert meta == {"step": 7} and load_checkpoint(tmp_path / "new" / "d2", 7, "cpu")[1] is None
+    with pytest.raises(OSError, match="rank3"):
+        load_checkpoint(tmp_path / "new" / "d2", 7, "cpu", load_optimizer=True, rank=3)
+
+
+def test_optimizer_state_is_found_as_the_model_is(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for tag, step in (("d2", 7), ("d10", 3), ("d10", 5)):
+        save_checkpoint(tmp_path / "base_checkpoints" / tag, step, {"a": torch.ones(1)}, {"step": step}, {}, rank=1)
+        save_checkpoint(tmp_path / "base_checkpoints" / tag, step, {"a": torch.ones(1)}, None, {})
+    assert load_optimizer_state("base", torch.device("cpu"), rank=1) == {"step": 5}
+    assert load_optimizer_state("base", "cpu", rank=1, model_tag="d2", step=7) == {"step": 7}
+    assert load_optimizer_state("base", "cpu", rank=0) is None
+    with pytest.raises(FileNotFoundError):
+        load_optimizer_state("sft", "cpu", rank=0)
+
+
+def test_interrupted_save_leaves_the_old_file(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, 1, {"a": torch.ones(1)}, None, {"step": 1})
+    before = (tmp_path / "model_000001.pt").read_bytes()
+    with pytest.raises(AttributeError):
+        save_checkpoint(tmp_path, 1, {"a": None}, None, {})  # type: ignore[dict-item]
+    with pytest.raises(Exception, match="pickle"):
+        save_checkpoint(tmp_path, 2, {"a": torch.ones(1)}, lambda: None, {})
+    assert (tmp_path / "model_000001.pt").read_bytes() == before
+    assert {"optim_000002_rank0.pt", "optim_000002_rank0.pt.partial"}.isdisjoint(names_in(tmp_path)) and find_last_step(
+        tmp_path
+    ) == 2
+
+
+def test_models_are_found_by_directory(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    tags = tmp_path / "base_checkpoints"
+    for tag, step in (("d4", 3), ("d4", 12), ("d12_wide", 5)):
+        write_checkpoint(tags / tag, "G4", step=step, meta={"lies": f"{tag} {step}"})
+    (tags / "d99").mkdir()
+    assert find_largest_model(str(tags)) == "d12_wide" and find_last_step(str(tags / "d4")) == 12
+    for call in (find_largest_model, find_last_step):
+        with pytest.raises(FileNotFoundError, match="d99: contains no"):
+            call(tags / "d99")
+    assert load_model_from_dir(tags, "cpu", "eval")[2]["lies"] == "d12_wide 5"
+    assert load_model_from_dir(str(tags), torch.device("cpu"), "eval", model_tag="d4", step=3)[2]["lies"] == "d4 3"
+    assert build_model(tags / "d4", 12, "cpu", "eval")[2]["lies"] == "d4 12"
+    with pytest.raises(ValueError, match='phase must be "eval"'):
+        build_model(tags / "d4", 12, "cpu", "train")
+    with pytest.raises(ModelError, match="has no step 4"):
+        build_model(tags / "d4", 4, "cpu", "eval")
+
+
+def test_tokenizer_of_the_base_directory_is_used_elsewhere(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    write_tokenizer(tmp_path / "base" / "tokenizer")
+    write_checkpoint(tmp_path / "elsewhere" / "base_checkpoints" / "d4", "G4")
+    assert load_model_from_dir(tmp_path / "elsewhere" / "base_checkpoints", "cpu", "eval")[1].get_vocab_size() == 265
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "error", "said"),
     [
-        ("chat", {}, "the source must be one of sft, rl, mid, base, got 'chat'"),
-        ("sft", {"model_tag": "d5"}, r"has no model tag 'd5'; there is d12_wide, d4"),
-        ("sft", {"model_tag": "../tokenizer"}, "the model tag must be a plain directory name"),
-        ("rl", {"step": 8}, "has no step 8; there is 7"),
+        ("chat", {}, KeyError, "the source must be one of sft, rl, mid, base, got 'chat'"),
+        ("sft", {"model_tag": "d5"}, FileNotFoundError, r"has no model tag 'd5'; there is d12_wide, d4"),
+        ("sft", {"model_tag": "../tokenizer"}, ModelError, "the model tag must be a plain directory name"),
+        ("rl", {"step": 8}, FileNotFoundError, "has no step 8; there is 7"),
+        ("base", {"base_dir": "/missing"}, FileNotFoundError, "contains no nanochat checkpoints"),
+        ("sft", {"phase": "train"}, ValueError, r'^phase must be "eval", got \'train\''),
     ],
 )
-def test_error_names_missing_checkpoint(base: Path, source: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelError, match=said) as refused:
-        load_model(source, "cpu", "eval", **options)
-    assert str(base) in str(refused.value) and "\n" not in str(refused.value)
+def test_errors_have_upstreams_classes(
+    base: Path, source: str, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said) as refused:
+        load_model(**{"source": source, "device": "cpu", "phase": "eval", **options})
+    assert isinstance(refused.value, ValueError) and "\n" not in str(refused.value)
 
 
-def test_load_model_rejects_directory_without_checkpoints(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ModelError, match="contains no nanochat checkpoints"):
-            load_model("sft", "cpu", "eval", base_dir=place)
+def test_checkpoint_without_its_tokenizer_or_with_another_size_is_refused(tmp_path: Path) -> None:
     put(tmp_path, "base", "d4", 1)
     with pytest.raises(ModelError, match="has no checkpoint of the source sft; there is base"):
         load_model("sft", "cpu", "eval", base_dir=tmp_path)
     with pytest.raises(ModelError, match="tokenizer"):
         load_model("base", "cpu", "eval", base_dir=tmp_path)
-
-
-def test_load_model_rejects_tokenizer_of_other_size(tmp_path: Path) -> None:
     config = model_config("G4", vocab_size=300)
-    directory = tmp_path / "chatsft_checkpoints" / "d4"
-    write_checkpoint(directory, "G4", config=config, state=state_dict("G4", config))
+    write_checkpoint(tmp_path / "base_checkpoints" / "d4", "G4", config=config, step=1)
     write_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(ModelError, match=r"vocab_size is 300, but .*tokenizer.* has 265"):
-        load_model("sft", "cpu", "eval", base_dir=tmp_path)
-
-
-def test_meta_of_reinforcement_learning_has_no_step(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path / "tokenizer")
-    path = put(tmp_path, "rl", "d4", 466)
-    config = model_config("G4")
-    (path.parent / "meta_000466.json").write_text(json.dumps({"model_config": config}))
-    assert load_model("rl", "cpu", "eval", base_dir=tmp_path)[2] == {"model_config": config}
-
-
-# ---- common
-
-
-def test_base_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", "~/runs")
-    assert get_base_dir() == str(tmp_path / "runs")
-    for unset in (True, False):
-        monkeypatch.delenv("NANOCHAT_BASE_DIR") if unset else monkeypatch.setenv("NANOCHAT_BASE_DIR", "")
-        assert get_base_dir() == str(tmp_path / ".cache" / "nanochat")
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", ".cache"}, "created, as upstream's"
-
-
-def test_compute_init_returns_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for is_there, name in ((False, "cpu"), (True, "cuda")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
-        assert autodetect_device_type() == name
-
-
-def test_compute_init_describes_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    with torch.random.fork_rng(devices=[]):
-        assert compute_init("cpu") == (False, 0, 0, 1, torch.device("cpu"))
-        drawn = torch.rand(3)
-        assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(42)))
-    compute_cleanup()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ValueError, match="device 'cuda': torch sees 0 CUDA devices"):
-        compute_init()
-    with pytest.raises(ValueError, match="device 'mps': torch sees no Apple GPU"):
-        compute_init("mps")
-    print0("said", end="!")
-    assert capsys.readouterr().out == "said!"
+        load_model("base", "cpu", "eval", base_dir=tmp_path)
