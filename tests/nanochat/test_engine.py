@@ -62,14 +62,13 @@ def num_tensors(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("num_samples", [1, 12])
-def test_stream_equals_nanochat_loop(generation: str, num_samples: int) -> None:
+def test_stream_equals_nanochat_loop(generation: str) -> None:
     model = talkative(generation)
     ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
     results = ends = 0
     wishes = [(0.0, None, 70, None), (1.0, None, 90, None), (1.0, 12, 23, 0.7), (0.8, 0, 14, None), (1.1, 200, 31, 0.9)]
     for number, (temperature, top_k, max_tokens, top_p) in enumerate(wishes):
-        prompt = [BOS, *TOKENIZER.encode("12+3"[: number % 4])]
+        prompt, num_samples = [BOS, *TOKENIZER.encode("12+3"[: number % 4])], 1 if number % 4 == 0 else 12
         wish: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "max_tokens": max_tokens, "seed": number}
         wish["top_p"] = top_p
         columns = list(ours.generate(prompt, num_samples, **wish))
@@ -79,13 +78,11 @@ def test_stream_equals_nanochat_loop(generation: str, num_samples: int) -> None:
         assert rows == rows_of(expected, num_samples)
         results += num_tool_results(rows)
         ends += sum(row[-1][0] == END for row in rows)
-    if num_samples == 12:
-        assert results > 0 and ends >= 5, (results, ends)
+    assert results > 0 and ends >= 5, (results, ends)
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_max_tokens_can_truncate_tool_result(generation: str) -> None:
-    model = talkative(generation)
+def test_max_tokens_can_truncate_tool_result() -> None:
+    model = talkative("G4")
     ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
     seed, long, place = next(
         (seed, rows, row.index((OUTPUT_START, 0)))

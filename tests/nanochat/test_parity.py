@@ -10,63 +10,50 @@ import json
 import subprocess
 import sys
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from benchmarks.nanochat_parity.__main__ import RECORDED, main
-from benchmarks.nanochat_parity.cases import KINDS, MIN_CALLS, Case, cases
+from benchmarks.nanochat_parity.cases import KINDS, MIN_CALLS, cases
 from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions, at
 from benchmarks.nanochat_parity.ours import TOLERANCE, Comparison, compare
 from nano_inference.config import KernelsName
-from tests.effort import IS_THOROUGH, some
+
+GENERATIONS = ("G0", "G0", "G1", "G2", "G2", "G2e", "G2s", "G2s", "G3", "G4", "G4")
+EACH = pytest.mark.parametrize(("commit", "generation"), list(zip(COMMITS, GENERATIONS, strict=True)))
 
 
-@cache
-def compared(commit: Commit, conditions: Conditions, kernels: KernelsName = "auto") -> Comparison:
-    recorded = json.loads((RECORDED / f"{commit.hash}.json").read_text())
-    return compare(recorded, conditions, some_cases(COMMITS.index(commit)), kernels=kernels)
-
-
-def some_cases(place: int) -> list[Case]:
-    """Return the long prompts, and a share of the short ones: another for the next place."""
+def compared(commit: Commit, conditions: Conditions, *, kernels: KernelsName = "auto", share: int = 3) -> Comparison:
+    """Compare the long prompts, and one in `share` of the short ones: others for the next commit."""
     long, short = ([case for case in cases() if (len(case.prompt) > 100) == is_long] for is_long in (True, False))
-    step = round(len(short) / some(len(short)))
-    return long + short[place % step :: step]
+    recorded = json.loads((RECORDED / f"{commit.hash}.json").read_text())
+    return compare(recorded, conditions, long + short[COMMITS.index(commit) % share :: share], kernels=kernels)
 
 
-def each_commit(commit: Commit) -> str:
-    return commit.hash
-
-
-@pytest.mark.parametrize("commit", COMMITS, ids=each_commit)
-def test_logits_streams_masks_and_batches_equal_those_of_upstream(commit: Commit) -> None:
+@EACH
+def test_logits_streams_masks_and_batches_equal_those_of_upstream(commit: Commit, generation: str) -> None:
     found = compared(commit, commit.conditions)
-    assert found.logits <= TOLERANCE
+    assert found.generation == generation and found.logits <= TOLERANCE
     assert {name: one for name, one in found.found.items() if one.equal != one.total} == {}
     assert {*KINDS, "batch"} == set(found.found)
+    assert found.calls >= MIN_CALLS and found.forced >= 3 * MIN_CALLS, "results that the calculator inserted"
 
 
-@pytest.mark.parametrize("commit", [*(COMMITS[1:2] if IS_THOROUGH else ()), COMMITS[-1]], ids=each_commit)
-def test_torch_alone_equals_upstream_too(commit: Commit) -> None:
-    assert compared(commit, commit.conditions, "off").is_equal
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@EACH
+def test_all_cases_equal_those_of_upstream(commit: Commit, generation: str, kernels: KernelsName) -> None:
+    assert compared(commit, commit.conditions, kernels=kernels, share=1).is_equal
 
 
-@pytest.mark.parametrize("commit", COMMITS, ids=each_commit)
-def test_each_recording_has_results_that_the_calculator_inserted(commit: Commit) -> None:
-    found = compared(commit, commit.conditions)
-    assert found.calls >= MIN_CALLS and found.forced >= 3 * MIN_CALLS
-
-
-def test_all_generations_are_recorded() -> None:
-    found = [compared(commit, commit.conditions).generation for commit in COMMITS]
-    assert found == ["G0", "G0", "G1", "G2", "G2", "G2e", "G2s", "G2s", "G3", "G4", "G4"]
+def test_torch_alone_equals_upstream_too() -> None:
+    assert compared(COMMITS[-1], COMMITS[-1].conditions, kernels="off", share=9).is_equal
 
 
 def test_a_wrong_constant_is_noticed() -> None:
     g4 = COMMITS[-1]
-    found = compared(g4, Conditions(overrides=("qk_scale=1.15",)))
+    found = compared(g4, Conditions(overrides=("qk_scale=1.15",)), share=9)
     assert found.logits > TOLERANCE and not found.is_equal
 
 
@@ -91,51 +78,15 @@ def test_constants_of_the_day_follow_from_the_commit(
     assert at(commit, datetime.fromisoformat(time)) == Conditions(overrides, is_first_shared)
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, *options: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["nanochat_parity", *map(str, options)])
-    return main()
-
-
-def git(directory: Path, *words: str) -> None:
-    subprocess.run(["git", "-C", str(directory), *words], check=True, capture_output=True)
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """A repository in place of upstream's: its code fails at once."""
+@pytest.mark.slow
+def test_code_that_fails_is_one_line_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "gpt.py").write_text("raise RuntimeError('needs a GPU')\n")
-    git(tmp_path, "init", "--quiet")
-    git(tmp_path, "add", ".")
     who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
-    git(tmp_path, *who, "commit", "--quiet", "--message", "first")
-    return tmp_path
-
-
-def test_code_that_fails_is_one_line_in_the_table(
-    clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ran(monkeypatch, "--checkout", clone) == 1
+    for words in (("init", "--quiet"), ("add", "."), (*who, "commit", "--quiet", "--message", "first")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    monkeypatch.setattr(sys, "argv", ["nanochat_parity", "--checkout", str(tmp_path)])
+    assert main() == 1
     assert "not compared: upstream's code failed: RuntimeError: needs a GPU" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("nanochat/gpt.py", "has no nanochat/gpt.py; give the root of a clone of nanochat"),
-        (".git", "has no .git, so its commit is unknown; give a clone, or a git directory and a commit"),
-    ],
-)
-def test_a_directory_that_is_no_clone_is_refused(
-    clone: Path, missing: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (clone / missing).rename(clone / "moved")
-    assert ran(monkeypatch, "--checkout", clone) == 1
-    assert f"--checkout {clone}: {message}" in capsys.readouterr().err
-
-
-def test_a_commit_that_the_repository_lacks_is_refused(
-    clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert ran(monkeypatch, "--repository", clone / ".git", "--commit", "0123abc") == 1
-    assert f"--repository {clone / '.git'}: git: fatal: " in capsys.readouterr().err

@@ -9,30 +9,20 @@ from typing import Any
 import pytest
 
 from benchmarks.nanochat_parity import speed
-from benchmarks.nanochat_parity.peak import compared_with_products, product_flops
+from benchmarks.nanochat_parity.peak import product_flops
 from nano_inference.nanochat import GPT, Engine
 from tests.nanochat.tiny import model_config, state_dict
 
-SIZE, LAYERS, ROWS = 64, 4, 320
-"""Of the tiny model, the padded vocabulary last."""
+SIZE, LAYERS, ROWS = 64, 4, 320  # of the tiny model; the padded vocabulary
 
 
-@pytest.mark.parametrize(("prompt", "samples", "tokens"), [(10, 1, 1), (10, 1, 2), (7, 3, 5)])
-def test_products_are_counted_for_each_position_that_is_computed(prompt: int, samples: int, tokens: int) -> None:
+@pytest.mark.parametrize(("prompt", "tokens"), [(10, [1]), (10, [2]), (7, [5, 5, 5]), (10, [5, 2])])
+def test_products_are_counted_for_each_position_that_is_computed(prompt: int, tokens: list[int]) -> None:
     config = model_config("G0", n_kv_head=4)
     model = GPT.from_state_dict(state_dict("G0", config), config)
-    positions = prompt + samples * (tokens - 1)
-    heads = 1 + samples * (tokens - 1)
-    expected = 2 * (positions * LAYERS * 12 * SIZE**2 + heads * SIZE * ROWS)
-    assert product_flops(model, prompt, [tokens] * samples) == expected
-
-
-def test_products_after_the_end_of_a_row_or_of_a_cached_prompt_are_not_counted() -> None:
-    config = model_config("G0", n_kv_head=4)
-    model = GPT.from_state_dict(state_dict("G0", config), config)
-    whole, ended, cached = (product_flops(model, *case) for case in ((10, [5, 5]), (10, [5, 2]), (1, [5, 5])))
-    position, head = LAYERS * 12 * SIZE**2, SIZE * ROWS
-    assert whole - ended == 2 * 3 * (position + head) and whole - cached == 2 * 9 * position
+    decoded = sum(tokens) - len(tokens)
+    expected = 2 * ((prompt + decoded) * LAYERS * 12 * SIZE**2 + (1 + decoded) * SIZE * ROWS)
+    assert product_flops(model, prompt, tokens) == expected
 
 
 def test_each_pair_of_the_speed_table_has_a_new_prompt() -> None:
@@ -56,11 +46,3 @@ def test_each_pair_of_the_speed_table_has_a_new_prompt() -> None:
     assert seen["ours"] == seen["upstream"] and len(set(seen["ours"])) == 3
     row = speed.compared(sides, 1, 50, wish, cached=True)
     assert row["cached"] and len(seen["ours"]) == 9 and len(set(seen["ours"])) == 6
-
-
-def test_call_is_compared_with_its_products_at_the_peak() -> None:
-    row = {"depth": 12, "samples": 64, "top_k": 0, "cached": False, "upstream": 6.0, "ours": 3.0, "ratio": 2.0}
-    assert compared_with_products(row | {"flops": 200 * 10**9}, 100e9) == (
-        "d12 n=64 top-k –: 200.0 GFLOP; products alone at peak would take 2.000 s, which is 3.00x; "
-        "measured 2.00x, 67% of the peak over the whole call"
-    )
