@@ -22,7 +22,7 @@ from cyclopts.config import Dict
 
 from nano_inference.server.config import SettingError
 from nano_inference.support.checks import did_you_mean
-from nano_inference.support.files import exists, path_of, read_file, user_directory
+from nano_inference.support.files import exists, path_of, read_with_status, user_directory
 from nano_inference.text.generation_config import CHAT_FIELDS, MODELS_OWN
 from nano_inference.types import BadRequest
 
@@ -270,9 +270,11 @@ def apply_files(root: App, app: App, commands: Words, arguments: ArgumentCollect
     if exists(standard) and standard not in paths:
         paths.append(standard)
     for path in paths:
-        data = read_tables(path)
+        if str(path) == os.devnull:
+            continue
+        data, status = read_tables(path)
         known = {words: one.assemble_argument_collection() for words, one in walk_commands(root)}
-        check_table(path, known, data)
+        check_table(path, status, known, data)
         for depth in range(len(commands), -1, -1):  # innermost table first
             table: Any = data
             for word in commands[:depth]:
@@ -283,19 +285,23 @@ def apply_files(root: App, app: App, commands: Words, arguments: ArgumentCollect
             Dict(values, source=f"{FROM_FILE}{path}", allow_unknown=True)(app, commands, arguments)
 
 
-def read_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of a file. Raises `ModelError` or `BadRequest` naming the file."""
+def read_tables(path: Path) -> tuple[dict[str, Any], os.stat_result]:
+    """Return the tables of a file, and its status. Raises `ModelError` or `BadRequest` naming the file."""
     import tomllib
 
-    data = b"" if str(path) == os.devnull else read_file(path, MAX_BYTES, "a configuration file")
+    data, status = read_with_status(path, MAX_BYTES, "a configuration file")
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        return tomllib.loads(data.decode("utf-8-sig")), status
     except (ValueError, RecursionError) as error:
         raise BadRequest(str(path), f"is not TOML in UTF-8: {error}") from None
 
 
 def check_table(
-    path: Path, known: Mapping[Words, ArgumentCollection], table: Mapping[str, Any], words: Words = ()
+    path: Path,
+    status: os.stat_result,
+    known: Mapping[Words, ArgumentCollection],
+    table: Mapping[str, Any],
+    words: Words = (),
 ) -> None:
     """Raise `BadRequest` for an unknown table or key, or a secret in a file that others can read."""
     below = {path: options for path, options in known.items() if path[: len(words)] == words}
@@ -307,7 +313,7 @@ def check_table(
         if isinstance(value, dict):
             if key not in names:
                 raise BadRequest(str(path), f"{name} is not a command{did_you_mean(key, names)}")
-            check_table(path, known, value, (*words, key))
+            check_table(path, status, known, value, (*words, key))
         elif option is None:
             raise BadRequest(str(path), f"{name} is not an option{did_you_mean(key.replace('_', '-'), options)}")
         elif key_of(option) in NOT_IN_FILES:
@@ -315,4 +321,4 @@ def check_table(
         elif option.field_info.name in SECRETS:
             from nano_inference.server.security import check_private
 
-            check_private(path, path.stat(), f"{path}: {name}")
+            check_private(path, status, f"{path}: {name}")

@@ -63,12 +63,17 @@ def read_file(path: Path, limit: int, what: str = "this file") -> bytes:
 
     `what` completes the message "… bytes are too many for …".
     """
+    return read_with_status(path, limit, what)[0]
+
+
+def read_with_status(path: Path, limit: int, what: str) -> tuple[bytes, os.stat_result]:
+    """Return a file's bytes as `read_file` does, and the status of the file that was opened."""
     try:
         with open_buffered(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                raise ModelError(f"{path}: {size} bytes are too many for {what} (limit {limit})")
-            return file.read(size)  # not `limit`, which would be allocated in full; the file may grow meanwhile
+            status = os.fstat(file.fileno())
+            if status.st_size > limit:
+                raise ModelError(f"{path}: {status.st_size} bytes are too many for {what} (limit {limit})")
+            return file.read(status.st_size), status  # not `limit`, which would be allocated in full
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
 
