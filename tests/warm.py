@@ -25,8 +25,8 @@ from typing import TextIO
 
 ROOT = Path(__file__).parents[1]
 SERVING = (
-    *("nano_inference.cli.app", "nano_inference.cli.local", "nano_inference.cli.remote", "nano_inference.engine"),
-    *("nano_inference.build", "uvicorn", "prometheus_client"),
+    *("nano_inference.cli.app", "nano_inference.cli.chat.local", "nano_inference.cli.chat.remote"),
+    *("nano_inference.engine", "nano_inference.build", "uvicorn", "prometheus_client"),
 )
 """Without pydantic, with which cyclopts would check values: a command imports it later."""
 MAX_JOB = 1 << 20

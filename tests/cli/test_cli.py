@@ -17,7 +17,8 @@ import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.cli import bench, generate, main
 from nano_inference.cli.app import report
-from nano_inference.cli.local import fit_to_context, open_session, stream_answer
+from nano_inference.cli.chat.local import fit_to_context
+from nano_inference.cli.local import open_session, stream_answer
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.place import parse_lines
 from nano_inference.cli.terminal import Interrupts, bar

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("pty", reason="needs a Unix terminal")
 
 from nano_inference.cli import main
-from nano_inference.cli.local import encode, open_session, shown_tokens, with_alternatives
+from nano_inference.cli.chat.local import shown_tokens, with_alternatives
+from nano_inference.cli.local import encode, open_session
 from nano_inference.cli.options import COMMON
 from nano_inference.config import EngineConfig
 from nano_inference.types import SamplingParams

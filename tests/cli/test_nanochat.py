@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from nano_inference.cli import local, main
-from nano_inference.cli.conversation import plain_value, sampling_fields
+from nano_inference.cli import main
+from nano_inference.cli.chat import local
 from nano_inference.cli.local import Answer, Session
+from nano_inference.cli.sampling import plain_value, sampling_fields
 from nano_inference.nanochat.builtin import CALCULATOR
 from nano_inference.nanochat.checkpoint import GENERATIONS
 from nano_inference.text.generation_config import CHAT_MAX_TOKENS, MODELS_OWN

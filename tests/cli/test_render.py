@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nano_inference.cli.conversation import Piece
-from nano_inference.cli.render import MarkdownOutput, console_of, output_for, split
+from nano_inference.cli.chat.conversation import Piece
+from nano_inference.cli.chat.markdown import MarkdownOutput, console_of, output_for, split
 from nano_inference.cli.terminal import one_line, printable
 
 TEXT = """# Head

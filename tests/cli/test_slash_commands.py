@@ -15,20 +15,11 @@ from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
 from nano_inference import BadRequest, SamplingParams
-from nano_inference.cli import chat
-from nano_inference.cli.conversation import (
-    AnswerStats,
-    Piece,
-    Question,
-    Reply,
-    Sampling,
-    ServerError,
-    ShownToken,
-    Write,
-    sampling_fields,
-)
-from nano_inference.cli.lines import CommandCompleter, HistoryFile, Input, continuation, history_path, parse_input
+from nano_inference.cli.chat import loop
+from nano_inference.cli.chat.conversation import Piece, Question, Reply, ServerError, ShownToken, Write
+from nano_inference.cli.chat.editor import CommandCompleter, HistoryFile, Input, continuation, history_path, parse_input
 from nano_inference.cli.options import ChatOptions, Common
+from nano_inference.cli.sampling import AnswerStats, Sampling, sampling_fields
 from nano_inference.cli.terminal import Interrupts
 from nano_inference.text.chat import Message
 
@@ -79,7 +70,7 @@ def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         parrot = Parrot()
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         sampling = Sampling(params or SamplingParams(top_k=7, seed=3), frozenset({"top_k", "seed"}))
-        assert chat.run(ChatOptions(), parrot, sampling, Common()) == code
+        assert loop.run(ChatOptions(), parrot, sampling, Common()) == code
         return *capsys.readouterr(), parrot
 
     return send
@@ -187,7 +178,7 @@ def test_model_lists_facts(say: Say) -> None:
 
 def test_help_has_one_line_per_command(say: Say) -> None:
     lines = [line for line in say("/help")[1].splitlines() if line.startswith("/")]
-    assert [line.split()[0] for line in lines] == [name for name in chat.COMMANDS if name != "/save!"]
+    assert [line.split()[0] for line in lines] == [name for name in loop.COMMANDS if name != "/save!"]
     assert all(line[20].isupper() and line.endswith(".") for line in lines)
 
 
@@ -325,7 +316,7 @@ def test_history_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def candidates(text: str) -> list[str]:
     """Return the completions of a line's last word."""
-    completer = CommandCompleter(chat.COMMANDS)
+    completer = CommandCompleter(loop.COMMANDS)
     return [one.text for one in completer.get_completions(Document(text), CompleteEvent())]
 
 

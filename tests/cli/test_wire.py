@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.cli.conversation import Piece, ServerError
-from nano_inference.cli.remote import PartialReply
-from nano_inference.cli.wire import Address, CutOff, Refused, get_json, read_address, stream_json
+from nano_inference.cli.chat.conversation import Piece, ServerError
+from nano_inference.cli.chat.http import Address, CutOff, Refused, get_json, read_address, stream_json
+from nano_inference.cli.chat.remote import PartialReply
 from nano_inference.types import BadRequest
 from tests.cli.scripted import chunk, scripted
 

@@ -53,14 +53,14 @@ def chat(
     The first Ctrl-C stops an answer, the second quits; Ctrl-D quits. /help lists the slash commands.
     With --server, a running OpenAI-compatible server answers; --model then selects one of its models.
     """
-    from nano_inference.cli.conversation import requested_sampling
+    from nano_inference.cli.sampling import requested_sampling
 
     requested = requested_sampling(sampling, typed.fields)
     if chat_options.server is not None:
-        from nano_inference.cli import remote
+        from nano_inference.cli.chat import remote
 
         return remote.run(chat_options, engine.model_path, requested, common)
-    from nano_inference.cli import local
+    from nano_inference.cli.chat import local
 
     return local.run(chat_options, engine, requested, common, typed)
 
@@ -100,8 +100,8 @@ def generate(
     nano-inference generate - < letter.txt
     """
     from nano_inference.cli import generate as work
-    from nano_inference.cli.conversation import requested_sampling
     from nano_inference.cli.place import read_prompts
+    from nano_inference.cli.sampling import requested_sampling
 
     prompts = read_prompts(prompt, file)
     return work.run(

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from nano_inference.cli.arguments import Typed
-from nano_inference.cli.conversation import Sampling
 from nano_inference.cli.local import (
     Session,
     cut_by,
@@ -21,6 +20,7 @@ from nano_inference.cli.local import (
 )
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import Prompt
+from nano_inference.cli.sampling import Sampling
 from nano_inference.cli.terminal import Interrupts, bar, note
 from nano_inference.config import EngineConfig
 from nano_inference.text.dialogue import spelled, text_of

@@ -8,22 +8,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from nano_inference.cli.options import WITHOUT_FLAG
+from nano_inference.cli.sampling import AnswerStats, Sampling, plain_value, sampling_fields
 from nano_inference.cli.terminal import Interrupts, note
 from nano_inference.loading.fields import Fields, read_json
 from nano_inference.text.chat import Message
-from nano_inference.text.generation_config import CHAT_FIELDS, described
 from nano_inference.types import BadRequest, FinishReason, ModelError, SamplingParams
 
 NUM_ALTERNATIVES = 5  # number of the most likely tokens that /tokens shows per position
-CHAT_HINT = "/set changes them"
 DROPPED = "[the conversation is too long for the model: its oldest {} messages were dropped]"
 _RESERVE = 512  # tokens reserved for an answer; at most a quarter of the context
-_PLAIN = SamplingParams()
 
 
 class ServerError(RuntimeError):
@@ -48,40 +45,6 @@ class ShownToken(NamedTuple):
     is_forced: bool = False
     top: tuple[tuple[str, float], ...] = ()
     """The most likely tokens at its position with their log-probabilities, in descending order."""
-
-
-class Sampling(NamedTuple):
-    """Sampling parameters, and the names of those that the user set; others may be replaced by defaults."""
-
-    params: SamplingParams = _PLAIN
-    named: frozenset[str] = frozenset()
-
-
-class AnswerStats(NamedTuple):
-    """Token counts and times of an answer; None for counts that a server does not report."""
-
-    num_prompt: int | None
-    num_cached: int | None
-    num_new: int | None
-    first_token_after: float  # seconds
-    seconds: float
-    seed: int | None = None
-    version: str | None = None  # version of the weights, if they were updated after loading
-
-    def summary(self) -> str:
-        """Format the statistics as one line."""
-        facts = [f"first token after {self.first_token_after:.2f} s"]
-        if self.num_new is not None:
-            facts.insert(0, f"{self.num_new} generated")
-        if self.num_prompt is not None:
-            cached = "" if self.num_cached is None else f" ({self.num_cached} cached)"
-            facts.insert(0, f"{self.num_prompt} prompt tokens{cached}")
-        after_first = self.seconds - self.first_token_after
-        if self.num_new is not None and self.num_new > 1 and after_first > 0:
-            facts.append(f"{(self.num_new - 1) / after_first:.1f} tokens/s")
-        facts += [] if self.seed is None else [f"seed {self.seed}"]
-        facts += [] if self.version is None else [f"weights {self.version}"]
-        return f"[{', '.join(facts)}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,41 +126,6 @@ def fit_turns(
     if len(kept) < len(turns):
         note(DROPPED.format(len(turns) - len(kept)))
     return kept
-
-
-def sampling_fields() -> tuple[str, ...]:
-    """Return the sampling fields that have a flag."""
-    return tuple(f.name for f in fields(SamplingParams) if f.name not in WITHOUT_FLAG)
-
-
-def requested_sampling(params: SamplingParams, given: frozenset[str]) -> Sampling:
-    """Return the sampling with the names of the fields that the user set, of which `given` are those with an origin.
-
-    A given value equal to the built-in one counts only for the fields that chat defaults can replace.
-    """
-    differing = {name for name in sampling_fields() if getattr(params, name) != getattr(_PLAIN, name)}
-    return Sampling(params, frozenset(differing | (given & set(CHAT_FIELDS))))
-
-
-def with_defaults(sampling: Sampling, defaults: Mapping[str, Any]) -> Sampling:
-    """Return the sampling with defaults for fields that the user did not set. Raises `ValueError` for invalid ones."""
-    unnamed = {name: value for name, value in defaults.items() if name not in sampling.named}
-    return sampling._replace(params=replace(sampling.params, **unnamed))
-
-
-def print_defaults(
-    sampling: Sampling, defaults: Mapping[str, Any], source: str, quiet: bool, hint: str = CHAT_HINT
-) -> None:
-    """Print the chat defaults of fields that the user did not set, and how to change them."""
-    unnamed = defaults.keys() - sampling.named
-    if unnamed:
-        named = {name: getattr(sampling.params, name) for name in sampling.named & defaults.keys()}
-        note(f"[chat defaults: {described({**defaults, **named}, source, unnamed)}; {hint}]", quiet)
-
-
-def plain_value(params: SamplingParams, name: str) -> Any:
-    """Return a field as a plain JSON value."""
-    return params.to_dict()[name]
 
 
 _FIELDS = ("format", "model", "system", "messages", "sampling")

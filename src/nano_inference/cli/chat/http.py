@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 
-from nano_inference.cli.conversation import ServerError
+from nano_inference.cli.chat.conversation import ServerError
 from nano_inference.cli.terminal import one_line
 from nano_inference.server.security import is_loopback_name
 from nano_inference.types import BadRequest

@@ -10,27 +10,23 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import quote
 
-from nano_inference.cli import chat
 from nano_inference.cli.arguments import SERVED
-from nano_inference.cli.conversation import (
+from nano_inference.cli.chat import loop
+from nano_inference.cli.chat.conversation import (
     DROPPED,
     NUM_ALTERNATIVES,
-    AnswerStats,
     Piece,
     Question,
     Reply,
-    Sampling,
     ServerError,
     ShownToken,
     Write,
     fit_turns,
-    plain_value,
-    print_defaults,
-    with_defaults,
 )
+from nano_inference.cli.chat.http import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.cli.options import ChatOptions, Common
+from nano_inference.cli.sampling import AnswerStats, Sampling, plain_value, print_defaults, with_defaults
 from nano_inference.cli.terminal import Interrupts, Stopped, note, one_line
-from nano_inference.cli.wire import Address, CutOff, Refused, error_of, get_json, read_address, stream_json
 from nano_inference.text.chat import Message
 from nano_inference.text.generation_config import CHAT_FIELDS, CHAT_MAX_TOKENS
 from nano_inference.text.stream import repeats
@@ -53,7 +49,7 @@ def run(options: ChatOptions, model: str, sampling: Sampling, common: Common) ->
         note(f"[{backend.model} at {address.url}]", common.quiet)
         if backend.is_ours:
             print_defaults(sampling, backend.defaults, "the server's", common.quiet)
-        return chat.run(options, backend, with_defaults(sampling, backend.defaults), common)
+        return loop.run(options, backend, with_defaults(sampling, backend.defaults), common)
     except ServerError as error:
         note(f"nano-inference: {error}")
         return _FAILED

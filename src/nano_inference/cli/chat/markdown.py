@@ -24,7 +24,7 @@ from rich.syntax import Syntax
 from rich.text import Text
 from rich.theme import Theme
 
-from nano_inference.cli.conversation import Piece, ShownToken
+from nano_inference.cli.chat.conversation import Piece, ShownToken
 from nano_inference.cli.terminal import END_FORCED, FORCED, note, printable
 
 _THEME = Theme({"markdown.code": "bold cyan"})  # rich's own has a black background

@@ -10,21 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nano_inference.cli.conversation import (
+from nano_inference.cli.chat.conversation import (
     ChatBackend,
     Conversation,
     Question,
-    Sampling,
     ServerError,
     load_conversation,
-    plain_value,
-    sampling_fields,
     save_conversation,
-    with_defaults,
 )
-from nano_inference.cli.lines import Input, open_reader
+from nano_inference.cli.chat.editor import Input, open_reader
+from nano_inference.cli.chat.markdown import open_output, show_tokens, table
 from nano_inference.cli.options import ChatOptions, Common
-from nano_inference.cli.render import open_output, show_tokens, table
+from nano_inference.cli.sampling import Sampling, plain_value, sampling_fields, with_defaults
 from nano_inference.cli.terminal import Interrupts, no_echo, note, one_line
 from nano_inference.support.checks import did_you_mean
 from nano_inference.support.files import path_of
