@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file, save, save_file
 
 from nano_inference.server.front.commands import OF_ONE_ENGINE
 from tests.server.replicated import BYTES, Group, replicated
@@ -76,6 +77,9 @@ def test_an_update_that_one_replica_refuses_reaches_none(group: Group, shelf: Pa
     refused(send(group.front.client, "vllm", "some", shelf), 400, "lacks")
     refused(send(group.front.client, "vllm", "nowhere", shelf), 400, "update_info.path", "no directory of that name")
     refused(send(group.front.client, "body", "some", shelf), 400, "lacks")
+    large = save({"other": torch.zeros(16 << 20)})
+    reply = group.front.client.post("/update_weights_from_body", content=large, headers=BYTES)
+    refused(reply, 400, "other: the model has no such tensor")
     assert group.facts(0) == group.facts(1) == before
     assert ok(send(group.front.client, "sglang", "one", shelf))["version"] == 1
     assert group.facts(0) == group.facts(1) != before

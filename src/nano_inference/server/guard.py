@@ -188,6 +188,7 @@ class Guard:
         exchange: Exchange = scope["state"]["exchange"]
         try:
             check_admission(scope, self.policy)
+            exchange.drops_all = scope["path"] in self.policy.stream_paths
             await self.app(scope, receive, send)
             if exchange.status is None and not exchange.is_gone:
                 raise RuntimeError("the application returned without an answer")
@@ -240,6 +241,7 @@ class Exchange:
         self.status: int | None = None
         self.error: Exception | None = None
         self.is_gone = False
+        self.drops_all = False  # an unwanted body is read to its end: its client may read the response only then
         given = single(scope["headers"], b"x-request-id")
         self.request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
@@ -295,10 +297,12 @@ class Exchange:
 
     async def _drop_body(self) -> None:
         """Read and drop the rest of the body: closing with unread bytes can make the client lose the response."""
-        room = self._policy.linger_bytes
+        room, loop = self._policy.linger_bytes, asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._policy.linger_seconds):
-                while room > 0:
+            async with asyncio.timeout(self._policy.linger_seconds) as limit:
+                while room > 0 or self.drops_all:
+                    if self.drops_all:
+                        limit.reschedule(loop.time() + self._policy.body_timeout)
                     message = await self._receive()
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
