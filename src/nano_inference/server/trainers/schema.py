@@ -205,7 +205,8 @@ class FinishUpdateBody(Body):
 
 
 class CommitBody(Body):
-    version: Annotated[int, Field(ge=1, le=2**63 - 1)] | None = None  # the weights' number; none: the next one
+    version: Annotated[int, Field(ge=1, le=2**62)] | None = None
+    """The weights' number; none: the next one. Numbers up to 2**63 - 1 are left for later updates."""
 
 
 class LabelBody(Body):
