@@ -281,7 +281,7 @@ def test_a_rolling_restart_ends_at_an_update_that_a_new_replica_could_not_read(
         group.servers.restart_all()
         await group.until(lambda: len(group.started[0]) == 2)
         update = group.posting(BODY)
-        await group.until(lambda: group.trainers.is_updating)
+        await group.until(lambda: not group.servers.may_restart())
         group.may_start.set()
         assert (await update)[1]["version"] == 1
         await group.until(lambda: "rolling restart: refused" in caplog.text)

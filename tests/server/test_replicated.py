@@ -105,17 +105,16 @@ def test_a_replica_that_dies_before_it_has_gathered_ends_the_update_for_all(grou
 
 
 def test_an_update_waits_for_replicas_that_start_and_can_be_aborted_meanwhile(group: Group, shelf: Path) -> None:
-    assert group.front.trainers is not None
-    trainers, before = group.front.trainers, group.facts(0)
+    before = group.facts(0)
     group.may_start.clear()
     group.replicas[1][-1].kill()
     group.until(lambda: len(group.replicas[1]) == 2)
     update = in_thread(lambda: send(group.front.client, "body", "one", shelf))
-    group.until(lambda: trainers.is_updating)
+    group.until(lambda: not group.front.servers.may_restart())
     assert ok(group.post("/abort_weight_update", {}))["aborted"] is True
     refused(update.result(60), 409, "the update was aborted")
     update = in_thread(lambda: send(group.front.client, "body", "one", shelf))
-    group.until(lambda: trainers.is_updating)
+    group.until(lambda: not group.front.servers.may_restart())
     assert group.facts(0) == before and not update.done()
     group.may_start.set()
     assert ok(update.result(60))["version"] == 1
@@ -347,7 +346,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_body_changes_nothing(group: Gro
 
     with pytest.raises(ConnectionAbortedError):
         group.front.client.post("/update_weights_from_body", content=half(), headers=BYTES)
-    group.until(lambda: group.front.trainers is not None and not group.front.trainers.is_updating)
+    group.until(group.front.servers.may_restart)
     assert group.facts(0) == group.facts(1) == before
     assert ok(send(group.front.client, "body", "one", shelf))["version"] == 1
 

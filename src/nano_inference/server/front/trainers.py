@@ -78,11 +78,6 @@ class Trainers:
         servers.prepare, servers.may_restart = self.prepare, lambda: not self._phase
         servers.bar_to_restart = lambda: self._lost and f"the weights in force {self._lost}: update them first"
 
-    @property
-    def is_updating(self) -> bool:
-        """Return whether an update is being gathered or installed."""
-        return bool(self._phase)
-
     def answers(self, scope: Scope) -> bool:
         """Return whether a request is a command, which is answered here."""
         return scope["path"] in COMMANDS and scope["method"] in COMMANDS[scope["path"]].methods
