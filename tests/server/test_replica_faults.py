@@ -359,6 +359,27 @@ def test_a_command_whose_client_leaves_reaches_all_replicas(shelf: Path) -> None
     emulated(shelf, test)
 
 
+def test_what_makes_a_new_replica_equal_is_bounded(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nano_inference.server.front.trainers.MAX_JOURNAL", 3)
+
+    async def test(group: Emulated) -> None:
+        await group.post("/pause", {"mode": "keep"})
+        for number in range(9):
+            await group.post("/update_weight_version", {"new_version": number})
+        await group.kill(1)
+        assert group.running[1].paths == ["/pause", "/update_weight_version"]
+        for number in range(4):
+            await group.post("/update_weights", {"weight_dir": "one", "partial": True, "hold": True})
+            assert (await group.post(COMMIT))[1]["version"] == number + 1
+        await group.kill(1, then="needs an update")
+        assert group.servers.all[1].error == "the weights in force were made by more than 3 commands"
+        assert group.running[1].is_paused
+        await group.post(DISK, ONE)
+        assert group.states == ["ready", "ready"]
+
+    emulated(shelf, test)
+
+
 def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
     async def test(group: Emulated) -> None:
         group.may_start.clear()

@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 import httpx2
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
@@ -54,6 +55,7 @@ from nano_inference.server.trainers.vllm import refuse_unheld
 
 _MARGIN_S = 10.0  # in which a replica reports that `weight_timeout` has passed
 _ABORT_S, _RETRY_S = 30.0, 0.5  # most seconds of an abort, and between two while a replica still gathers
+MAX_JOURNAL = 256  # commands that a new replica gets to become equal to the others
 _TOO_LATE = "were not complete within"  # in the error after `weight_timeout`
 _log = logging.getLogger("nano_inference.server")
 
@@ -102,10 +104,10 @@ class Trainers:
             data = await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
         body = fields_of(command, request, data)
         if path in UPDATES:
-            return await self._update(command, request, body, data, receive)
+            return await self._update(command, body, receive)
         if isinstance(body, CommitBody):
             return await self._commit_held(body)
-        sent = Sent(path=path, query=request.url.query, content=data, waits=waits_for_requests(body))
+        sent = Sent(path=path, content=to_json(body.model_dump(exclude_none=True)), waits=waits_for_requests(body))
         if sent.waits:  # ends if its client leaves, as in one engine
             return await while_connected(self._command(sent), receive)
         task = asyncio.ensure_future(self._command(sent))
@@ -165,8 +167,10 @@ class Trainers:
             raise queue_full("no replica accepts requests at the moment", code="no_replica")
         before = self._journal
         if sent.path in STATES or sent.path == LABEL:
-            same = (sent.path, sent.query, sent.content)
-            self._journal = [one for one in before if (one.path, one.query, one.content) != same] + [sent]
+            # The latest label counts, and of the same command the latest.
+            self._journal = [
+                one for one in before if one.path != sent.path or (one.path != LABEL and one.content != sent.content)
+            ] + [sent]
         after = self._journal
         try:
             replies = await self._everywhere(self._servers.running, sent, self._answer_s)
@@ -182,35 +186,38 @@ class Trainers:
         found = [one for server, one in answered.items() if server.state != NEEDS_UPDATE] or list(answered.values())
         if self._phase != "installing" and any(one.get("weights") == "discarded" for one in found):
             self._forget_updates("were discarded")
+        self._bound_journal()
         return merged_reply(found) | ({"aborted": True, "closed_groups": []} if ends_update else {})
 
     def _forget_updates(self, lost: str) -> None:
         """Forget how to make earlier weights; `lost`: why those in force cannot be read again, if so."""
         self._lost = lost
-        self._journal = [one for one in self._journal if one.path in STATES]
+        self._journal = [one for one in self._journal if one.path in STATES][-MAX_JOURNAL:]
+
+    def _bound_journal(self) -> None:
+        if len(self._journal) > MAX_JOURNAL:
+            self._forget_updates(f"were made by more than {MAX_JOURNAL} commands")
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
-    async def _update(
-        self, command: Command, request: Request, body: Body, data: bytes, receive: Receive
-    ) -> dict[str, Any]:
+    async def _update(self, command: Command, body: Body, receive: Receive) -> dict[str, Any]:
         """Install an update in all replicas; with its `hold`, let them hold it. `receive` yields a stream's pieces."""
-        fields = body.model_dump(include={"hold", "partial"})
+        fields = body.model_dump(exclude_none=True)
         if isinstance(body, UpdateWeightsBody):
             refuse_unheld(body)
         directory = None if command.takes_stream else directory_of(body)
-        query = [pair for pair in parse_qsl(request.url.query, keep_blank_values=True) if pair[0] != "hold"]
+        has_to_hold, held = bool(fields.get("hold")), {**fields, "hold": True}
         sent = Sent(
             path=command.path,
-            query=urlencode([*query, ("hold", "true")]),
-            content=data,
+            query=urlencode(held) if command.takes_stream else "",
+            content=b"" if command.takes_stream else to_json(held),
             directory=directory,
             stamps=() if directory is None else await stamps_at(self._root, *directory),
             is_partial=bool(fields.get("partial")),
             waits=waits_for_requests(body),
         )
         with self._claimed():
-            waiting = self._until_started(sent, has_to_hold=bool(fields["hold"]))
+            waiting = self._until_started(sent, has_to_hold=has_to_hold)
             await (waiting if command.takes_stream else while_connected(waiting, receive))
             self._check_aborted()
             self._phase = "gathering"
@@ -218,7 +225,7 @@ class Trainers:
             copies = Copies(receive, len(holders)) if command.takes_stream else None
             with self._in_use(holders):
                 reply = await self._gather(holders, sent, copies)
-                if not fields["hold"]:
+                if not has_to_hold:
                     version = self.version + 1
                     return {**command.reply, **await self._install(holders, replace(sent, version=version))}
             self._held = sent, {one: one.url for one in holders}
@@ -353,6 +360,7 @@ class Trainers:
             if not sent.is_partial:
                 self._forget_updates("")
             self._journal = [*self._journal, sent]
+            self._bound_journal()
         for server, process in zip(holders, processes, strict=True):
             if server in installed and server.state == NEEDS_UPDATE:
                 self._servers.mark(server, "ready")
