@@ -96,7 +96,6 @@ class App:
         self.pipeline.serve(loaded, max_running)
 
     def close(self) -> None:
-        """End the worker threads."""
         self.pipeline.close()
 
     def _make_routes(self) -> list[routing.Route]:
@@ -164,7 +163,6 @@ class App:
     # ---- the server's own routes ------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
         model = self.pipeline.require_loaded().model
         return json_response({"object": "list", "data": [model.card(name) for name in model.names]})
 
@@ -176,7 +174,6 @@ class App:
         return json_response(model.card(model.name_for(name)))
 
     async def version(self, request: Request) -> Response:
-        """GET /version."""
         return json_response({"version": nano_inference.__version__})
 
     async def document(self, request: Request) -> Response:
@@ -221,7 +218,6 @@ class App:
         return json_response({"server_load": self.pipeline.num_open, "running": running, "waiting": waiting})
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics."""
         text, pipeline = not_loaded(), self.pipeline
         if pipeline.loaded is not None and pipeline.limits is not None and pipeline.dispatcher is not None:
             metrics = pipeline.loaded.metrics
@@ -230,7 +226,6 @@ class App:
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     def _on_response(self, scope: Scope, status: int | None, seconds: float, error: Exception | None) -> None:
-        """Count and log a finished request."""
         route = scope.get("route")
         template = route.path if isinstance(route, routing.Route) else "other"
         if (loaded := self.pipeline.loaded) is not None:

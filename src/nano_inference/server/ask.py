@@ -312,7 +312,6 @@ def _with_reasoning(
 
 
 def _special(mark: str, tokenizer: Tokenizer) -> Sequence[int]:
-    """Return the special token that a mark is, if any."""
     ids = tokenizer.encode(mark, add_special=False, parse_special=True)
     return ids if len(ids) == 1 and ids[0] in tokenizer.special_ids else ()
 
@@ -398,7 +397,6 @@ def _with_requests(
 
 
 def _matcher(body: CompletionBody | ChatBody, model: ServedModel, generation: Generation) -> MatcherFactory | None:
-    """Return the matcher of stop strings, stop expressions and bad words, if any."""
     matcher: MatcherFactory | None = None
     if generation.stops:
         matcher = stop_matcher(

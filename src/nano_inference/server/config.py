@@ -248,7 +248,6 @@ class ServerConfig:
         yield several and self.enable_rl, "further_model: routes for trainers need a server of one model"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod

@@ -23,8 +23,6 @@ possible start of the stop string without ever matching: the engine decides whic
 
 
 class LogprobEntry(NamedTuple):
-    """The log-probability of one token."""
-
     token: int
     text: str  # its part of the text; the parts of all tokens join to the text
     logprob: float | None  # None for a prompt's first token
@@ -48,8 +46,6 @@ class DecodedDelta(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detokenizer:
-    """State of one sample's detokenization."""
-
     shown: StreamState
     unstopped: StreamState  # the same without stop strings, for the text of single tokens
     offset: int = 0  # characters of the text so far
@@ -74,7 +70,6 @@ def prefix_text(generation: Generation) -> str:
 
 
 def prefix_parts(generation: Generation) -> tuple[tuple[Part, ...], PartKind]:
-    """Return the prefix as parts, and the kind of part that it ends in."""
     return parts_of(_prefix(generation))
 
 

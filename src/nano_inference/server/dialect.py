@@ -157,7 +157,6 @@ def posts(dialects: Mapping[str, Dialect]) -> Iterator[tuple[Dialect, Route | Co
 
 
 def gets(dialects: Mapping[str, Dialect]) -> Iterator[Describing | Probing]:
-    """Yield every GET route."""
     for dialect in dialects.values():
         yield from dialect.describing
         yield from dialect.probing

@@ -27,8 +27,6 @@ _MIN_FREE = 1 / 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """Capacity of the engine."""
-
     num_seats: int  # samples that can run at once
     num_blocks: int  # blocks of the KV cache
     block_size: int  # tokens per block
@@ -47,8 +45,6 @@ class Capacity:
 
 @dataclass(slots=True)
 class _Usage:
-    """What requests occupy in the engine."""
-
     num_seats: int = 0  # samples that have not ended
     num_unstarted: int = 0  # those of them that the engine has not started
     num_unstarted_tokens: int = 0  # tokens that it computes before all of them have started; a prompt once
@@ -63,8 +59,6 @@ class _Usage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """One request of an outbox."""
-
     outbox: Outbox
     index: int
     client: Client
@@ -75,7 +69,6 @@ class _Entry:
         return self.outbox.requests[self.index].num_samples
 
     def usage(self) -> _Usage:
-        """Return what its samples occupy now."""
         request = self.outbox.requests[self.index]
         most = request.params.max_tokens
         seats = unstarted = 0
@@ -106,7 +99,6 @@ class Dispatcher:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for their turn."""
         return self._num_waiting
 
     def add(self, outbox: Outbox, client: Client, enter: Enter) -> None:
@@ -121,7 +113,6 @@ class Dispatcher:
         self._dispatch()
 
     def remove(self, outbox: Outbox) -> None:
-        """Forget an outbox that is closed."""
         for entry in self._waiting.pop(outbox).values():
             self._queue.remove(entry.client.name, entry)
             self._num_waiting -= entry.num_samples
@@ -144,7 +135,6 @@ class Dispatcher:
         return counted
 
     def _dispatch(self) -> None:
-        """Pass requests to the engine while it may get another sample."""
         if not self._queue:
             return
         if self._used is None:
@@ -167,7 +157,6 @@ class Dispatcher:
         self._total.add(usage)
 
     def _has_seat(self) -> bool:
-        """Return True if a seat is free, and few samples of the engine are unstarted."""
         capacity, total = self._capacity, self._total
         if total.num_seats >= capacity.num_seats + capacity.num_ahead:
             return False

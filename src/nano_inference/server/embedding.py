@@ -77,7 +77,6 @@ class EmbeddingReply(Reply[EmbeddingBody]):
     """The reply to a request for embeddings; it is never streamed."""
 
     def whole(self) -> JSON:
-        """Return the reply's JSON. Raises `ApiError` if a text failed."""
         samples = [transcript.sample for transcript in self.transcripts if transcript.sample is not None]
         reply = embedding_reply(self.options, self.generation.model, samples)
         if self.generation.versions:
@@ -87,7 +86,6 @@ class EmbeddingReply(Reply[EmbeddingBody]):
 
 
 def embedding_reply(body: EmbeddingBody, model_name: str, samples: Sequence[TrainingSample]) -> dict[str, Any]:
-    """Return the reply with one entry for each sample, in order. Raises `ApiError` if a sample failed."""
     data: list[dict[str, Any]] = []
     for index, sample in enumerate(samples):
         vector = _vector(body, index, sample)

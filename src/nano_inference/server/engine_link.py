@@ -24,8 +24,6 @@ MAX_UNREAD = 4096  # limit of unread tokens per sample of a client
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A loaded model, ready to be served."""
-
     engine: DrivenEngine
     metrics: Metrics
     model: ServedModel
@@ -83,13 +81,11 @@ class EngineLink:
             self.state = "draining"
 
     def abort_all(self) -> None:
-        """Fail all open outboxes."""
         for outbox in tuple(self._open):
             outbox.fail(_shutting_down())
 
     @property
     def num_open(self) -> int:
-        """Open outboxes."""
         return len(self._open)
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -185,13 +181,11 @@ class EngineLink:
             self.metrics.halted(turn.is_halted)
 
     def on_death(self, error: BaseException) -> None:
-        """Refuse requests from now on."""
         self.state, self.failure = "dead", error
         if self.metrics is not None:
             self.metrics.engine_died()
 
     def _count_open(self, outbox: Outbox) -> None:
-        """Record the end of samples that are still open when an outbox is closed."""
         assert self.metrics is not None, "set before the engine is ready"
         reason = "error" if self.state == "dead" else outbox.end_reason
         for request, row in zip(outbox.requests, outbox.times, strict=True):

@@ -62,11 +62,9 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's error type for the status."""
         return error_type(self.status)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the body: {"error": {message, type, param, code}}."""
         error = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**error, **self.extra}}
 
@@ -77,7 +75,6 @@ class ApiError(Exception):
 
 
 def error_type(status: int) -> str:
-    """Return OpenAI's error type for a status."""
     return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 

@@ -33,16 +33,13 @@ def one_line(encoded: bytes) -> bytes:
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """Return one event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + one_line(to_json(value)) + b"\n\n"
 
 
 def events(values: Iterable[Any]) -> bytes:
-    """Return unnamed events."""
     return b"".join(map(event, values))
 
 
 def line(value: Any) -> bytes:
-    """Return a value as a line of JSON."""
     return one_line(to_json(value)) + b"\n"

@@ -249,11 +249,9 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Duration of the request so far, or in total once it has ended."""
         return (time.monotonic() if self._ended is None else self._ended) - self._started
 
     async def receive(self) -> Message:
-        """Receive for the application."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self.is_gone = self.is_gone or self._ended is None
@@ -262,7 +260,6 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Send for the application."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message = {**message, "headers": self._completed(message.get("headers", ()))}
@@ -357,7 +354,6 @@ def check_key(scope: Scope, keys: KeyRing) -> int | None:
 
 
 def client_of(scope: Scope, policy: GuardPolicy) -> Client:
-    """Return the client of a request whose key was checked."""
     admin = None if policy.admins.is_empty else policy.admins.identify(presented_key(scope["headers"]))
     if admin is not None:
         return Client(f"admin {admin}", is_exempt=True)
@@ -380,7 +376,6 @@ def check_admin(scope: Scope, admins: KeyRing) -> None:
 
 
 def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the content headers of a JSON body."""
     return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
 
 

@@ -41,12 +41,10 @@ class QueueLimits:
 
     @property
     def num_clients(self) -> int:
-        """Clients with open requests."""
         return len(self._samples)
 
     @property
     def largest_part(self) -> int:
-        """Maximum samples of one client."""
         return max(self._samples.values(), default=0)
 
     @contextmanager
@@ -142,7 +140,6 @@ class FairQueue(Generic[Item]):
         return self._num_items
 
     def push(self, client: str, cost: int, item: Item) -> None:
-        """Append an item that is not in the queue yet to its client's items."""
         assert cost > 0, "an item without a cost would be served before all others"
         queue = self._queues.get(client)
         if queue is None:

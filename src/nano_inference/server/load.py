@@ -129,7 +129,6 @@ def for_serving(config: EngineConfig, max_tokens_per_batch: int | None) -> Engin
 
 
 def model_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, Any]:
-    """Return the facts of a loaded model for GET /info."""
     checkpoint = parts.checkpoint
     assert checkpoint is not None, "assemble opens a checkpoint"
     return {
@@ -146,7 +145,6 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, Any]:
 
 
 def cache_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, str]:
-    """Return the labels of `vllm:cache_config_info`."""
     num_slots = parts.kv.num_blocks * parts.kv.block_size
     return {
         "cache_type": config.cache_type,

@@ -123,7 +123,6 @@ def set_up_logs(
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Return True for a message, an answer and a failure."""
     values = getattr(record, "access", None)
     return values is None or "output_tokens" in values or values.get("status", 400) >= 400
 

@@ -173,11 +173,9 @@ class Metrics:
         self._first_tokens = 0
 
     def halted(self, is_halted: bool) -> None:
-        """Record whether the engine is paused, asleep or without weights."""
         self._gauge["nano_inference_engine_halted"].set(is_halted)
 
     def first_token(self, seconds: float) -> None:
-        """Record the time from a sample's arrival to its first token."""
         self._see("vllm:time_to_first_token_seconds", seconds)
         self._first_tokens += 1
         self._generated(1)
@@ -277,7 +275,6 @@ class Metrics:
         duration.observe(max(0.0, seconds))
 
     def engine_died(self) -> None:
-        """Record that the engine is down, with nothing running or waiting."""
         for gauge in (*map(self._gauge.__getitem__, _OF_A_STEP), self._waiting_capacity):
             gauge.set(0)
 
@@ -289,7 +286,6 @@ class Metrics:
         self._seen[name].observe(max(0.0, value))
 
     def _generated(self, num_tokens: int) -> None:
-        """Count output tokens of running samples."""
         self._early_tokens += num_tokens
         self._count["vllm:generation_tokens"].inc(num_tokens)
 

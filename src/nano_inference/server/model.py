@@ -45,7 +45,6 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The default name."""
         return self.names[0]
 
     @property
@@ -59,7 +58,6 @@ class ServedModel:
 
     @property
     def calculates(self) -> bool:
-        """True if the model can call a calculator."""
         return self.dialogue is not None and self.dialogue.tool is not None
 
     def name_for(self, asked: str | None) -> str:

@@ -39,8 +39,6 @@ LATER: Mapping[str, tuple[str, str]] = {"formulas.js": ("vendor/temml.js", "form
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A page, or a file that a page loads."""
-
     body: bytes  # UTF-8
     packed: bytes  # `body` compressed with gzip
     policy: str  # Content-Security-Policy

@@ -47,8 +47,6 @@ _log = logging.getLogger("nano_inference.server")
 
 
 class Timing(NamedTuple):
-    """Time limits of an answer."""
-
     deadline: float  # on the monotonic clock
     keep_alive_s: float  # seconds without an event after which a stream sends its form's `keep_alive`; 0: never
 
@@ -89,7 +87,6 @@ class Pipeline:
         self.link.start_accepting(self.dispatcher)
 
     def close(self) -> None:
-        """End the worker threads."""
         self.workers.close()
         self.compilers.close()
 
@@ -102,7 +99,6 @@ class Pipeline:
     # ---- a route whose reply comes from the engine ------------------------------------------------------------------
 
     async def answer(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request: read and parse its body, run what it asks for, send the reply."""
         deadline = time.monotonic() + self.config.request_timeout
         chosen, generation = await self._asked(route, scope, receive, deadline)
         await self._run(chosen, generation, deadline, scope, receive, send)
@@ -189,11 +185,9 @@ class Pipeline:
         return json_response(reply)
 
     async def describe(self, route: Describing, request: Request) -> Response:
-        """Describe the model or the load."""
         return json_response(route.describe(self.require_loaded().model, self.occupancy()))
 
     async def recall(self, route: Recalling, request: Request) -> Response:
-        """Answer a request about a stored reply."""
         self.require_loaded()
         replies, name = self._replies_of(request.scope), request.path_params["id"]
 
@@ -205,7 +199,6 @@ class Pipeline:
         return json_response(await self.workers.run(replies.size_of(name), recall, renders=False, seconds=seconds))
 
     def occupancy(self) -> Occupancy:
-        """Return the number of samples that the engine runs."""
         stats = self.link.last_stats
         return Occupancy(
             is_ready=self.link.state == "ready",
@@ -217,7 +210,6 @@ class Pipeline:
         return await read_body(receive, self._policy.max_body_bytes, self._policy.body_timeout)
 
     def _replies_of(self, scope: Scope) -> ClientReplies:
-        """Return the stored replies of the request's API key."""
         return ClientReplies(self._replies, scope["state"].get("key_index"))
 
 
@@ -328,7 +320,6 @@ async def _start(generation: Generation, headers: Sequence[tuple[bytes, bytes]],
 
 
 def _engine_error(generation: Generation, transcript: Transcript) -> ApiError:
-    """Return the error of a sample that the engine ended without a client's request."""
     reason = str(transcript.stop_reason or "the engine ended the request")
     if reason.startswith("no token can be drawn") and generation.forbids_tokens:
         return ApiError(400, "no token can be drawn: allowed_token_ids, bad_words and min_tokens leave none")

@@ -177,7 +177,6 @@ def _text_of(part: TextPart, where: str, kinds: Collection[str]) -> str:
 
 
 def _answer_parts(parts: Any, where: str, kinds: Collection[str]) -> list[dict[str, str]]:
-    """Return the `parts` of an earlier answer of this server. Raises `ApiError` if they are invalid."""
     known = {"text", *kinds}
     objects = [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
     are_known = all(one.get("type") in known and isinstance(one.get("text"), str) for one in objects)

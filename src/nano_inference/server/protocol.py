@@ -48,7 +48,6 @@ class Connection(h11.Connection):
     """h11's parser that also takes a whole URL as the target, and limits a head that arrives at once."""
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return h11's next event."""
         num_bytes = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0  # a copy
         event = super().next_event()
         if not isinstance(event, h11.Request):
@@ -109,7 +108,6 @@ class LimitedProtocol(H11Protocol):
             self._watch_reading()
 
     def _refusal(self) -> str:
-        """Return the message for too many connections; "" if the limits are kept."""
         limits, count = self.limits, len(self.connections)
         if count > limits.max_connections:
             return "too many open connections"
@@ -127,7 +125,6 @@ class LimitedProtocol(H11Protocol):
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel all timers."""
         super().connection_lost(exc)
         if self.timeout_keep_alive_task is not None:  # uvicorn cancels it only if the client closed without an error
             self.timeout_keep_alive_task.cancel()
@@ -144,7 +141,6 @@ class LimitedProtocol(H11Protocol):
             self._watch_reading()
 
     def on_response_complete(self) -> None:
-        """Continue with the next request."""
         super().on_response_complete()
         if not self.transport.is_closing():
             self._watch_reading()

@@ -48,7 +48,6 @@ class Reply(Generic[Options]):
 
     @property
     def options(self) -> Options:
-        """`Generation.options`: what the route's `ask` left for its reply."""
         options: Options = self.generation.options
         return options
 
@@ -113,14 +112,12 @@ class OpenAIReply(Reply[Any]):
         return reply | self._prompt_facts(self.transcripts[0]) if is_chat else reply
 
     def start(self) -> bytes:
-        """Return the chunks with roles and echoed text."""
         return self._events(self.first_chunks())
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
         return self._events(self.delta_chunks(transcript, decoded))
 
     def end(self) -> bytes:
-        """Return the usage chunk if requested, and [DONE]."""
         return events([self.usage_chunk()] if self.generation.include_usage else []) + DONE
 
     def first_chunks(self) -> list[JSON]:
@@ -188,7 +185,6 @@ class OpenAIReply(Reply[Any]):
         return self.generation.echo[at], (*entries, *decoded.entries)
 
     def usage_chunk(self) -> JSON:
-        """Return the usage chunk at the end of a stream."""
         sums = {"choices": [], "usage": usage(self.generation, self.transcripts)}
         return {**self._head, **sums, **self._timings(self.transcripts[0]), **self._metrics()}
 
@@ -205,7 +201,6 @@ class OpenAIReply(Reply[Any]):
         return {"metrics": metrics_of(self.transcripts[0])}
 
     def _prompt_facts(self, transcript: Transcript) -> JSON:
-        """Return the fields about a prompt, as in vLLM null unless they are requested."""
         generation, prompt = self.generation, self.generation.requests[transcript.prompt_index].prompt
         scores = prompt_logprobs(transcript.sample, generation)
         return {"prompt_logprobs": scores, "prompt_token_ids": list(prompt) if generation.token_ids else None}
@@ -290,7 +285,6 @@ def _echo_delta(generation: Generation, text: str) -> JSON:
 
 
 def _prefix_ids(generation: Generation) -> JSON:
-    """Return the ids of the answer's prefix: the given ones and those that the calculator forced after them."""
     return {"answer_token_ids": list(generation.prefix_ids)} if generation.prefix_ids and generation.token_ids else {}
 
 
@@ -307,7 +301,6 @@ def matched_stop(transcript: Transcript) -> StopReason | None:
 
 
 def token_facts(decoded: DecodedDelta, generation: Generation) -> JSON:
-    """Return the requested fields about a delta's tokens."""
     delta = decoded.delta
     if delta is None or not delta.token_ids:
         return {}
@@ -394,7 +387,6 @@ def _own_bytes(entry: LogprobEntry, generation: Generation) -> bytes:
 
 
 def _id_of(token: int, generation: Generation) -> JSON:
-    """Return the token's id if ids are requested; different tokens can have equal texts."""
     return {"token_id": token} if generation.token_ids else {}
 
 

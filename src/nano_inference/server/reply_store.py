@@ -28,8 +28,6 @@ class StoredReply:
 
 @dataclass(slots=True)
 class _Shelf:
-    """The replies of one owner, oldest first."""
-
     replies: OrderedDict[str, StoredReply] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
@@ -52,7 +50,6 @@ class ReplyStore:
         self._num_bytes = 0
 
     def find(self, owner: Owner, name: str) -> StoredReply | None:
-        """Return an owner's reply, or None."""
         with self._lock:
             shelf = self._shelves.get(owner)
             return None if shelf is None else shelf.replies.get(name)
@@ -111,7 +108,6 @@ class ClientReplies:
         return stored
 
     def put(self, stored: StoredReply) -> bool:
-        """Store a reply; return False if it does not fit."""
         return self.store.put(self.owner, stored)
 
     def remove(self, name: str, param: str, code: str) -> None:

@@ -52,7 +52,6 @@ class Listener(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no signal handlers."""
         yield
 
 
@@ -64,7 +63,6 @@ class Shutdown:
         self.forced = asyncio.Event()
 
     def handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Install the signal handlers."""
         for number in _SIGNALS:
             loop.add_signal_handler(number, self.on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it

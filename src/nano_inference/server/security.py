@@ -35,12 +35,10 @@ _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0
 
 
 def values(headers: Headers, name: bytes) -> list[str]:
-    """Return all values of a header."""
     return [value.decode("latin-1") for key, value in headers if key.lower() == name]
 
 
 def single(headers: Headers, name: bytes) -> str | None:
-    """Return the value of a header; None if it is absent or repeated."""
     found = values(headers, name)
     return found[0] if len(found) == 1 else None
 
@@ -100,7 +98,6 @@ class KeyRing:
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no keys, so that requests need none."""
         return not self.digests
 
     @property
@@ -281,7 +278,6 @@ def forwarded(headers: Headers) -> list[str]:
 
 
 def is_trusted(address: Address, trusted: Sequence[Network]) -> bool:
-    """Return whether an address is in one of the networks."""
     return any(address in network for network in trusted)
 
 

@@ -85,7 +85,6 @@ def _of_response_format(form: Mapping[str, Any]) -> Grammar | None:
 
 
 def _of_structured_outputs(options: Mapping[str, Any]) -> Iterator[Structure]:
-    """Read vLLM's field."""
     for key, value in options.items():
         name = f"structured_outputs.{key}"
         if key in _REFUSED and value is not None:

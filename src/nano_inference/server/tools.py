@@ -35,7 +35,6 @@ class ToolUse:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the functions."""
         return frozenset(tool["function"]["name"] for tool in self.functions)
 
     @property
@@ -45,7 +44,6 @@ class ToolUse:
 
     @property
     def must_call(self) -> bool:
-        """True if the reply must be a call."""
         return self.choice == "required"
 
 
@@ -142,13 +140,10 @@ def _choice(given: str | ToolChoice | None, field: str, names: Sequence[str]) ->
 
 
 def call_id() -> str:
-    """Return a new id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class MessageContent(NamedTuple):
-    """Content, tool calls and reasoning of a message."""
-
     content: str | None
     tool_calls: list[dict[str, Any]]
     reasoning: str = ""

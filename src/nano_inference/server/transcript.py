@@ -94,7 +94,6 @@ class Transcript:
         return decoded._replace(events=new)
 
     def _split(self, decoded: DecodedDelta, generation: Generation, *, is_end: bool) -> DecodedDelta:
-        """Split the text into reasoning, content and tool calls."""
         if self.reasoning is None or generation.reasoning is None:
             return decoded._replace(events=tuple(self._parsed(decoded.text, generation.functions, is_end=is_end)))
         thought, text = self.reasoning.push(decoded.text, is_end=is_end)
@@ -104,7 +103,6 @@ class Transcript:
         )
 
     def _parsed(self, text: str, use: ToolUse | None, *, is_end: bool) -> list[Event]:
-        """Return the content and the calls that a text adds."""
         if self.call_parser is None or use is None:
             return [Content(text)] if text else []
         self.call_parser, events = push(self.call_parser, text)

@@ -95,7 +95,6 @@ class Compilers:
 
     @property
     def num_pending(self) -> int:
-        """Grammars that are being compiled or wait."""
         return len(self._pending)
 
     async def add_matchers(self, asked: Generation, grammars: Grammars, seconds: float) -> Generation:
@@ -141,7 +140,6 @@ class Compilers:
             done.exception()  # retrieved even if all waiters are gone: asyncio would log it otherwise
 
     def close(self) -> None:
-        """End the thread after its current compilation."""
         self._pool.close()
 
 

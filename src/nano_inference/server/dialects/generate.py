@@ -121,7 +121,6 @@ class GenerateReply(Reply[bool]):
         }
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
-        """Return one chunk with the new tokens and, at the end of the sample, its finish reason."""
         if not decoded.token_ids and decoded.finish_reason is None:
             return b""
         generation = self.generation
@@ -137,7 +136,6 @@ class GenerateReply(Reply[bool]):
         return event(chunk)
 
     def end(self) -> bytes:
-        """Return the usage if requested, and [DONE]."""
         if not self.generation.include_usage:
             return DONE
         return event({**self._head(), "choices": [], "usage": usage(self.generation, self.transcripts)}) + DONE
@@ -147,7 +145,6 @@ class GenerateReply(Reply[bool]):
         return {"request_id": generation.id, "model": generation.model, "created": generation.created}
 
     def _prompt(self) -> JSON:
-        """Return the prompt's ids if they are requested."""
         return {"prompt_token_ids": list(self.generation.requests[0].prompt)} if self.options else {}
 
     def _choice(self, index: int, part: Transcript | DecodedDelta, facts: JSON) -> JSON:
@@ -159,7 +156,6 @@ class GenerateReply(Reply[bool]):
 
 
 def _logprobs(entry: LogprobEntry, count: int) -> JSON:
-    """Return a token with `count` alternatives."""
     tops = [_token(one.token, one.logprob, rank) for rank, one in enumerate((entry.top or ())[:count], start=1)]
     return {**_token(entry.token, entry.logprob, rank_of(entry, count)), "top_logprobs": tops}
 

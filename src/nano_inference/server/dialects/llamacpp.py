@@ -210,7 +210,6 @@ class LlamaReply(Reply[LlamaBody]):
         return answers if len(answers) > 1 else answers[0]
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
-        """Return an event with the new text and, at the end of the sample, one with all remaining fields."""
         if "\n" in decoded.text:
             self._with_newline.add(transcript.index)
         nothing = DecodedDelta("", (), (), None, None)
@@ -248,7 +247,6 @@ class LlamaReply(Reply[LlamaBody]):
         return chunk
 
     def _answer(self, transcript: Transcript) -> JSON:
-        """Return a whole answer, or the last event of a stream, which has neither text nor ids."""
         generation, is_sent, num_tokens = self.generation, self.generation.stream, len(transcript.token_ids)
         request = generation.requests[transcript.prompt_index]
         limit = request.params.max_tokens
@@ -283,7 +281,6 @@ class LlamaReply(Reply[LlamaBody]):
         return selected(answer, self.options.response_fields or ())
 
     def _settings(self) -> JSON:
-        """Return `generation_settings`."""
         params, generation = self.generation.requests[0].params, self.generation
         return {
             "n_predict": -1 if params.max_tokens is None else params.max_tokens,

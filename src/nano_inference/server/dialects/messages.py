@@ -73,8 +73,6 @@ _DELTAS = {
 
 
 class MessagesOptions(NamedTuple):
-    """What the reply depends on beside the generation."""
-
     creates_cache: bool  # the request has `cache_control`
     edits_context: bool  # it has `context_management`
     omits_thinking: bool  # blocks of thinking have no text, as with `thinking.display` omitted
@@ -247,7 +245,6 @@ class MessagesReply(Reply[MessagesOptions]):
         return self._message(self._content) | self._ending()
 
     def start(self) -> bytes:
-        """Return the `message_start` event."""
         blank = {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return _encoded([{"type": "message_start", "message": self._message([]) | blank}])
 
@@ -255,7 +252,6 @@ class MessagesReply(Reply[MessagesOptions]):
         return _encoded(self._take(decoded.events))
 
     def end(self) -> bytes:
-        """Return the end of the last block, `message_delta` with the stop reason, and `message_stop`."""
         ending = self._ending()
         delta = {name: ending.pop(name) for name in ("stop_reason", "stop_sequence")}
         return _encoded([*self._stop(), {"type": "message_delta", "delta": delta, **ending}, {"type": "message_stop"}])
@@ -303,7 +299,6 @@ class MessagesReply(Reply[MessagesOptions]):
         return {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
     def _stop(self) -> list[JSON]:
-        """End the open block, if any. An incomplete call has partial arguments."""
         if not self._open:
             return []
         block, text, index = self._content[-1], "".join(self._pieces), len(self._content) - 1
@@ -325,7 +320,6 @@ class MessagesReply(Reply[MessagesOptions]):
         return message | ({"prompt_token_ids": list(one.requests[0].prompt)} if one.token_ids else {})
 
     def _ending(self) -> JSON:
-        """Return the fields of a message that are known at its end."""
         (transcript,), sequence = self.transcripts, None
         reason = "tool_use" if self._has_called else "end_turn"
         if transcript.finish_reason != "stop":  # also an aborted sample
@@ -374,7 +368,6 @@ def error_body(error: ApiError, request_id: str | None = None) -> JSON:
 
 
 def _encoded(values: Iterable[JSON]) -> bytes:
-    """Return server-sent events, each named by its `type`."""
     return b"".join(event(value, value["type"]) for value in values)
 
 

@@ -93,20 +93,16 @@ def ask_web(body: WebBody, model: ServedModel, config: ServerConfig, salt: str) 
 
 @dataclass
 class WebReply(Reply[None]):
-    """Writes the events of a stream."""
-
     _withheld: str = field(init=False, default="")
     """U+FFFD at the end of the text so far; as upstream, not sent unless text follows."""
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
-        """Return an event with the new text, or no bytes without text."""
         text = self._withheld + decoded.text
         shown = text.rstrip("\ufffd")
         self._withheld = text[len(shown) :]
         return _event({"token": shown, "gpu": 0}) if shown else b""
 
     def end(self) -> bytes:
-        """Return the event that ends an answer."""
         return _event({"done": True, **version_facts(self.transcripts[0], self.generation)})
 
     @staticmethod

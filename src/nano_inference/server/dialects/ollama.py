@@ -182,7 +182,6 @@ def ask_ollama_chat(body: OllamaChatBody, model: ServedModel, config: ServerConf
 def _chat(
     body: TextBody, fields: JSON, names: Mapping[str, str], model: ServedModel, config: ServerConfig, salt: str
 ) -> Generation:
-    """Return what a chat completion with these fields asks for."""
     if (think := body.think) is not None:
         fields["separate_reasoning"] = think is not False  # else it is in the text
         name = "reasoning_effort" if isinstance(think, str) else "enable_thinking"
@@ -227,8 +226,6 @@ def _fields(body: TextBody, model: ServedModel) -> JSON:
 
 
 class ReplyOptions(NamedTuple):
-    """What a reply depends on, beside its generation."""
-
     is_chat: bool
     is_unload: bool  # an empty request says that the model may go
 
@@ -307,7 +304,6 @@ class OllamaReply(Reply[ReplyOptions]):
         return self._part(self._pieces.add(transcript.events), transcript.entries) | self._ending(transcript)
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
-        """Return a line with what a delta adds and, at the end, one with the counts and durations."""
         is_end = decoded.finish_reason is not None
         fields = self._pieces.add(decoded.events, is_end=is_end)
         has_more = len(fields) > 1 or fields["content"] or (self.generation.logprobs is not None and decoded.entries)
@@ -323,7 +319,6 @@ class OllamaReply(Reply[ReplyOptions]):
         return line(error_body(error))
 
     def _part(self, fields: JSON, entries: Sequence[LogprobEntry] = ()) -> JSON:
-        """Return an object with a part of the answer."""
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         part: JSON = {"model": self.generation.model, "created_at": now}
         if self.options.is_chat:

@@ -74,7 +74,6 @@ class EmbedReply(Reply[EmbeddingBody]):
     """The vectors of /api/embed, as a list."""
 
     def whole(self) -> JSON:
-        """Return the reply's JSON. Raises `ApiError` if a text failed."""
         times = durations(self.transcripts)
         return {
             "model": self.generation.model,
@@ -89,7 +88,6 @@ class EmbeddingsReply(Reply[EmbeddingBody]):
     """The only vector of /api/embeddings."""
 
     def whole(self) -> JSON:
-        """Return the reply's JSON. Raises `ApiError` if the text failed."""
         return {"embedding": _vectors(self)[0]}
 
 

@@ -59,7 +59,6 @@ def ps(model: ServedModel, occupancy: Occupancy) -> JSON:
 
 
 def version(model: ServedModel, occupancy: Occupancy) -> JSON:
-    """Return the reply of GET /api/version."""
     return {"version": VERSION}
 
 

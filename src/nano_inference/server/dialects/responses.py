@@ -171,7 +171,6 @@ def _given(fields: JSON) -> JSON:
 
 
 def _chat_tools(tools: Sequence[FlatTool]) -> list[JSON]:
-    """Return a chat's tools. Raises `ApiError` naming an unsupported one."""
     chat: list[JSON] = []
     for index, tool in enumerate(tools):
         place = f"tools.{index}"
@@ -261,7 +260,6 @@ def _required(item: InputItem, place: str, name: str) -> Any:
 
 
 def _texts(content: str | Sequence[TextPart], place: str) -> str | list[JSON]:
-    """Return a chat message's `content`. Raises `ApiError` naming a part that is not text."""
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):
@@ -338,14 +336,12 @@ def listed_items(given: str | Sequence[InputItem], stem: str) -> list[JSON]:
 
 
 def retrieve(replies: ClientReplies, name: str, query: Mapping[str, str]) -> bytes:
-    """Return a stored response. Raises `ApiError` 404."""
     if query.get("stream", "false") != "false":
         raise unsupported_field("stream", "stream: a stored response is not streamed again")
     return replies.get(name, "id", _MISSING).reply
 
 
 def delete(replies: ClientReplies, name: str, query: Mapping[str, str]) -> JSON:
-    """Delete a stored response. Raises `ApiError` 404."""
     replies.remove(name, "id", _MISSING)
     return {"id": name, "object": "response", "deleted": True}
 

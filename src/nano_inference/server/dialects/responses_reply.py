@@ -91,7 +91,6 @@ class ResponsesReply(Reply[ResponsesOptions]):
         return self._ended(transcript) | self._timings(transcript)
 
     def start(self) -> bytes:
-        """Return the events `response.created` and `response.in_progress`."""
         response = self._response("in_progress")
         return self._encode({"type": name, "response": response} for name in ("response.created", _RUNNING))
 
@@ -105,7 +104,6 @@ class ResponsesReply(Reply[ResponsesOptions]):
         return self._encode([*states, *(one | timings if one["type"] == _TEXT else one for one in events)])
 
     def end(self) -> bytes:
-        """Return the end of the open item, and the response."""
         (transcript,) = self.transcripts
         ends = self._finish(transcript)
         response = self._ended(transcript)
@@ -173,13 +171,11 @@ class ResponsesReply(Reply[ResponsesOptions]):
         return [*start, self._content_event("output_text.delta", delta=text, logprobs=logprobs)]
 
     def _message(self) -> list[JSON]:
-        """Start a message unless one is open; return the events for it."""
         if self._open.get("type") == "message":
             return []
         return [*self._close(), *self._start("message", role="assistant", content=[])]
 
     def _start(self, kind: str, **fields: Any) -> list[JSON]:
-        """Open an item; return the events that start it."""
         self._open = {"id": self._id(ID_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
         self._pieces, self._logprobs, self._parts = [], [], []
         start = [self._item_event("output_item.added", item={**self._open})]
@@ -188,14 +184,12 @@ class ResponsesReply(Reply[ResponsesOptions]):
         )
 
     def _part(self) -> JSON:
-        """Return the only element of the open item's `content`."""
         text = "".join(self._pieces)
         if self._open["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self._logprobs]}
 
     def _item(self, status: str) -> JSON:
-        """Return the open item with what it has so far."""
         item = self._open | {"status": status}
         if item["type"] == "function_call":
             return item | {"arguments": "".join(self._pieces)}
@@ -207,7 +201,6 @@ class ResponsesReply(Reply[ResponsesOptions]):
         return item
 
     def _close(self, status: str = "completed", **facts: Any) -> list[JSON]:
-        """End the open item, if any; return the events of its end."""
         if not self._open:
             return []
         if self._open["type"] == "function_call":
@@ -240,7 +233,6 @@ class ResponsesReply(Reply[ResponsesOptions]):
     # ---- responses and events ---------------------------------------------------------------------------------------
 
     def _ended(self, transcript: Transcript) -> JSON:
-        """Return the final response."""
         status = _ENDS.get(transcript.finish_reason or "", "completed")
         counts = usage(self.generation, [transcript])
         cached = counts["prompt_tokens_details"]["cached_tokens"]
@@ -289,7 +281,6 @@ class ResponsesReply(Reply[ResponsesOptions]):
         return self._item_event(name, item_id=self._open["id"], content_index=0) | fields
 
     def _encode(self, events: Iterable[JSON]) -> bytes:
-        """Return numbered server-sent events."""
         data = b""
         for one in events:
             data += named_event({**one, "sequence_number": self._num_events}, one["type"])

@@ -114,8 +114,6 @@ _BODY_NAMES: Mapping[str, str] = {
 
 
 class PromptOptions(NamedTuple):
-    """What the reply to one prompt contains."""
-
     rid: str
     logprobs: bool
     start: int  # first prompt token with a log-probability; -1: none
@@ -125,8 +123,6 @@ class PromptOptions(NamedTuple):
 
 
 class ReplyOptions(NamedTuple):
-    """What the reply is made from."""
-
     body: SglangBody
     prompts: Sequence[PromptOptions]
     is_list: bool
@@ -278,7 +274,6 @@ class SglangReply(Reply[ReplyOptions]):
         return answers if self.options.is_list else answers[0]
 
     def part(self, transcript: Transcript, decoded: DecodedDelta) -> bytes:
-        """Return an event with all of one sample so far, or nothing if its next event is not due."""
         index, count = transcript.index, len(transcript.token_ids)
         if transcript.finish_reason is None and count < self._next.get(index, 1):
             return b""
@@ -373,7 +368,6 @@ def _int32(values: array[int]) -> str:
 
 
 def _finish_reason(transcript: Transcript) -> JSON | None:
-    """Return SGLang's finish reason; None if the sample has not ended."""
     match transcript.finish_reason:
         case None:
             return None

@@ -93,7 +93,6 @@ def tokenizer_info(model: ServedModel, occupancy: Occupancy) -> JSON:
 
 
 def _rendered(body: RenderingFields, model: ServedModel) -> list[int]:
-    """Return the tokens of rendered messages. Raises `ApiError`."""
     dialogue, body = require_dialogue(model), with_prefill(body, model)
     use = requested_tools(body, dialogue.tool_template)
     with api_errors("messages"):

@@ -103,7 +103,6 @@ class RayCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """True if the cluster has GPUs."""
         return bool(self._ray.cluster_resources().get("GPU", 0))
 
     def start(self, setup: Mapping[str, Any], num_gpus: int) -> RayReplica:

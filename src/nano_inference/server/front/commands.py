@@ -74,7 +74,6 @@ def commit_of(sent: Sent) -> Sent:
 
 
 def waits_for_requests(body: Body) -> bool:
-    """Return whether a command waits for the end of requests."""
     fields = body.model_dump(include={"mode", "on_running", "wait_for_inflight_requests"})
     return "wait" in fields.values() or bool(fields.get("wait_for_inflight_requests"))
 

@@ -32,6 +32,5 @@ class Copies:
         self.is_complete = True
 
     async def pieces(self, index: int) -> AsyncIterator[bytes]:
-        """Yield the body to one reader."""
         while (piece := await self._queues[index].get()) is not None:
             yield piece

@@ -160,7 +160,6 @@ class Models:
     # ---- all models -------------------------------------------------------------------------------------------------
 
     async def _cards(self, scope: Scope) -> Response:
-        """Return the list of models: those of loaded ones from their servers, with each one's state."""
         return JSONResponse({"object": "list", "data": await self._all_cards(scope)})
 
     async def _card(self, scope: Scope, may_start: bool) -> Response:
@@ -186,7 +185,6 @@ class Models:
         return cards
 
     async def _listing(self, scope: Scope) -> Response:
-        """Return what a dialect lists of the models."""
         replies = await fetch_all(self._client, self._servers.urls, scope, scope["path"])
         unloaded = [
             UnloadedModel(names=one.names, file_bytes=one.file_bytes, created=self._started)

@@ -43,7 +43,6 @@ class ServerProcess:
     """Owns the process. Its methods are called on one event loop; see `servers.Process`."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
-        """Start the process. `setup`: see `main`."""
         self._popen = start_worker(COMMAND, cwd=Path(_DIRECTORY), is_read=True)
         self.pid = self._popen.pid
         self._reading: asyncio.BaseTransport | None = None
@@ -118,7 +117,6 @@ def main() -> None:
 
 
 def run(setup: Mapping[str, Any]) -> int:
-    """Serve; return the exit code."""
     config, engine = ServerConfig.from_dict(setup["server"]), EngineConfig.from_dict(setup["engine"])
 
     def open_model() -> LoadedModel:
@@ -141,7 +139,6 @@ def run(setup: Mapping[str, Any]) -> int:
 
 
 def report(reply: dict[str, str]) -> None:
-    """Write a line of JSON to the parent."""
     sys.stdout.write(json.dumps(reply) + "\n")
     sys.stdout.flush()
 

@@ -86,7 +86,6 @@ def check_remote(config: ServerConfig, policy: GuardPolicy) -> None:
 
 
 def limits_of(config: ServerConfig) -> MemoryLimits:
-    """Return what loaded models may use together."""
     return MemoryLimits(config.models_memory or int(_SHARE * free_memory()), config.max_loaded_models)
 
 

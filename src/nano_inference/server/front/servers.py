@@ -79,7 +79,6 @@ class Server:
 
     @property
     def name(self) -> str:
-        """The first name."""
         return self.names[0]
 
 
@@ -183,7 +182,6 @@ class Servers:
             raise
 
     async def close(self) -> None:
-        """End all servers that were started here."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

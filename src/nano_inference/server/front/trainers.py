@@ -85,7 +85,6 @@ class Trainers:
         return scope["path"] in COMMANDS and scope["method"] in COMMANDS[scope["path"]].methods
 
     async def answer(self, scope: Scope, receive: Receive) -> Response:
-        """Return the reply to a command. Raises `ApiError`, `ClientGone`."""
         command = COMMANDS[scope["path"]]
         try:
             return json_response(await self._answer(command, Request(scope), receive))
@@ -328,7 +327,6 @@ class Trainers:
             raise ApiError(409, "the update was aborted", code="aborted")
 
     async def _drop(self, holders: Sequence[Server], asking: Sequence[asyncio.Future[httpx2.Response]]) -> None:
-        """Abort an update in all replicas, also in those that have not started to gather it."""
         while left := [one for one in asking if not one.done()]:
             await self._everywhere(holders, Sent(path=ABORT), _ABORT_S)
             await asyncio.wait(left, timeout=_RETRY_S)

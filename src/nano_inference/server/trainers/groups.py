@@ -51,8 +51,6 @@ async def in_thread(work: Callable[[], T], drop: Callable[[T], None], name: str 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A group that was joined."""
-
     group: PlainGroup
     bucket_bytes: int | None  # size of packed broadcasts
     is_vllm: bool
@@ -149,7 +147,6 @@ class Groups:
             raise ApiError(400, str(error), code="no_group") from None
 
     def _connect(self, place: Place, name: str, backend: Literal["gloo", "nccl"], *, is_vllm: bool) -> PlainGroup:
-        """Join a group in this thread."""
         import torch
 
         from nano_inference.weights import nccl, plain
@@ -220,7 +217,6 @@ class Groups:
             self._waiting.remove(name)
 
     def has(self, name: str) -> bool:
-        """Return True if a group of that name was joined."""
         return name in self._groups
 
     def receiving(self) -> list[str]:

@@ -34,7 +34,6 @@ class Feed:
         """Sources with whether they were consumed; None ends the update; a text aborts it with that reason."""
 
     def put(self, source: Source) -> asyncio.Future[bool]:
-        """Add a source; return a future that is set once the source is consumed (True) or dropped (False)."""
         consumed: Future[bool] = Future()
         self._parts.put((source, consumed))
         return asyncio.wrap_future(consumed)

@@ -41,7 +41,6 @@ class EngineRollout:
 
     @property
     def replica_rank(self) -> int:
-        """Return the number of this process's replica."""
         return self._replica_rank if self._replica_rank >= 0 else _rank() // self.config.tensor_model_parallel_size
 
     @property
@@ -50,12 +49,10 @@ class EngineRollout:
         return _rank() % int(self.config.tensor_model_parallel_size) == 0
 
     async def resume(self, tags: list[str]) -> None:
-        """Allocate the memory of the server's weights or KV cache."""
         if self.is_leader_rank and self.config.free_cache_engine:
             await self._server().resume_memory.remote(tags)
 
     async def release(self) -> None:
-        """Free the memory of the server's weights and KV cache."""
         if self.is_leader_rank and self.config.free_cache_engine:
             await self._server().sleep.remote()
 
@@ -114,7 +111,6 @@ class EngineRollout:
 
 
 async def _pairs(weights: Any) -> AsyncIterator[tuple[str, Tensor]]:
-    """Yield the pairs of an iterator or of an asynchronous one."""
     if isinstance(weights, AsyncIterator):
         async for pair in weights:
             yield pair

@@ -63,12 +63,10 @@ class RolloutServer:
         return self.get_server_address()
 
     def get_server_address(self) -> tuple[str, int]:
-        """Return host and port."""
         assert self._face is not None, "not launched"
         return self._host, self._face.port
 
     async def shutdown(self) -> None:
-        """Close the routes and the engine."""
         if self._face is not None:
             await self._face.close()
 
@@ -154,7 +152,6 @@ class RolloutServer:
         self._may_start.set()
 
     async def clear_kv_cache(self) -> None:
-        """Forget all cached prefixes."""
         await self._control(lambda control: control.flush_cache())
 
     # ---- memory -----------------------------------------------------------------------------------------------------
@@ -169,7 +166,6 @@ class RolloutServer:
             await self._control(lambda control: control.sleep(discard_weights=discards))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory that `sleep` freed."""
         if self._sleeps:
             await self.resume_memory(sorted(TAGS) if tags is None else tags)
 
@@ -189,7 +185,6 @@ class RolloutServer:
             await self._control(lambda control: control.sleep())
 
     async def resume_kv_cache(self) -> None:
-        """Allocate it again."""
         await self.resume_memory(["kv_cache"])
 
     @property
@@ -226,7 +221,6 @@ class RolloutServer:
         self._steps = global_steps
 
     async def get_state(self) -> ServerState:
-        """Return the engine's state between two steps."""
         state: ServerState = await self._control(
             lambda control: ServerState(control.weight_info().version, control.is_asleep, control.is_paused)
         )
@@ -319,7 +313,6 @@ class HttpFace:
         return opened
 
     async def close(self) -> None:
-        """Close the connections, then the engine."""
         if self._listener is not None and self._serving is not None:
             await close_listener(self._listener, self._serving)
         await self.link.stop()
