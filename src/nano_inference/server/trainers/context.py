@@ -23,7 +23,7 @@ from nano_inference.server.guard import GuardPolicy, read_body
 from nano_inference.server.schema import Body
 from nano_inference.server.trainers.control import Control
 from nano_inference.server.trainers.groups import Groups
-from nano_inference.server.trainers.places import relative_to, weights_at
+from nano_inference.server.trainers.places import relative_to
 from nano_inference.server.trainers.schema import (
     GROUP,
     UPDATE_FORMS,
@@ -32,7 +32,7 @@ from nano_inference.server.trainers.schema import (
     UpdateInfo,
     UpdateWeightsBody,
 )
-from nano_inference.server.trainers.updates import HOW_TO_END, Source, Updates
+from nano_inference.server.trainers.updates import HOW_TO_END, Updates
 from nano_inference.types import (
     BadRequest,
     EngineDead,
@@ -120,10 +120,6 @@ class RLContext:
         info = await self.updates.install(update)
         return {"message": "Weights held", "held_version": info.version + 1} if update.hold else info
 
-    async def weights_in(self, path: str, field: str) -> Source:
-        """Return the weights of a client's path below `root`. Raises `ApiError` as `weights_at` does."""
-        return await weights_at(self.root, path, field)
-
     async def checksum(self) -> str:
         """Return the checksum of the weights. Blocks steps while the engine thread reads all of them."""
         return await self.link.engine.call(lambda engine: engine.weights_checksum())
@@ -144,29 +140,23 @@ class Command:
 
     async def run(self, context: RLContext, request: Request) -> Response:
         """Answer a request. Raises `ApiError` for what is not a defect of the server."""
+        policy, data = context.policy, b""
         try:
-            body = await read_fields(self, context, request)
-            found = await self.call(context, body, request)
+            context.opened()
+            if not self.takes_stream:
+                data = await read_body(request.receive, policy.max_body_bytes, policy.body_timeout)
+            found = await self.call(context, fields_of(self, request, data), request)
             info, fields = (found, {}) if isinstance(found, WeightInfo) else (None, found or {})
             return json_response({**self.reply, **fields, **await context.facts(info)})
         except CLIENT_ERRORS as error:
             raise client_error(error, context.root) from None
 
 
-async def read_fields(command: Command, context: RLContext, request: Request) -> Body:
-    """Return the body merged with the query parameters, which take precedence; an empty body is allowed.
+def fields_of(command: Command, request: Request, data: bytes) -> Body:
+    """Return a command's body merged with the query parameters, which take precedence; it may be empty.
 
     Raises `ApiError` 400 naming an invalid or unknown field.
     """
-    context.opened()
-    policy = context.policy
-    if command.takes_stream:
-        return fields_of(command, request)
-    return fields_of(command, request, await read_body(request.receive, policy.max_body_bytes, policy.body_timeout))
-
-
-def fields_of(command: Command, request: Request, data: bytes = b"") -> Body:
-    """Return a command's body merged with the query parameters. Raises `ApiError` as `read_fields` does."""
     data, query = data.strip() or b"{}", query_fields(request, command.body)
     body = parse(to_json({**read_json(data), **query}) if query else data, command.body)
     _refuse_unknown(body)

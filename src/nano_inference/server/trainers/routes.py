@@ -9,6 +9,7 @@ sglang/srt/entrypoints/http_server.py.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +20,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
-from nano_inference.server.trainers.context import CLIENT_ERRORS, Command, RLContext, client_error, json_response
+from nano_inference.server.trainers.context import CLIENT_ERRORS, RLContext, client_error, json_response
 from nano_inference.server.trainers.control import Control
 from nano_inference.server.trainers.facts import DESCRIPTIONS, QUERIES
 from nano_inference.server.trainers.groups import Groups
@@ -62,12 +63,12 @@ def rl_routes(
         groups=Groups(config.weight_timeout, lambda: opened().engine.weight_shapes()),
     )
     is_open = QUESTIONS if config.enable_rl else DESCRIPTIONS
-    routes = [Route(path, _question(path, context), methods=["GET"]) for path in QUERIES if path in is_open]
+    routes = [Route(path, partial(_answer, path, context), methods=["GET"]) for path in QUERIES if path in is_open]
     if not config.enable_rl:
         closed = sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS)
         return [*routes, *(_refused(path, 404, _NEEDS_RL, ("GET", "POST")) for path in closed)]
-    routes += [Route(one.path, _command(one, context), methods=one.methods) for one in VLLM_COMMANDS]
-    routes += [Route(one.path, _sglangs(_command(one, context)), methods=one.methods) for one in SGLANG_COMMANDS]
+    routes += [Route(one.path, partial(one.run, context), methods=one.methods) for one in VLLM_COMMANDS]
+    routes += [Route(one.path, _sglangs(partial(one.run, context)), methods=one.methods) for one in SGLANG_COMMANDS]
     return [*routes, *(_refused(path, 501, _UNSUPPORTED, ("POST",)) for path in sorted(REFUSED_COMMANDS))]
 
 
@@ -75,21 +76,11 @@ _NEEDS_RL = "no such path: {}; the routes for trainers need --enable-rl"
 _UNSUPPORTED = "{} is not supported by this server"
 
 
-def _question(path: str, context: RLContext) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        try:
-            return json_response(await QUERIES[path](context, request))
-        except CLIENT_ERRORS as error:
-            raise client_error(error) from None
-
-    return endpoint
-
-
-def _command(command: Command, context: RLContext) -> Endpoint:
-    async def endpoint(request: Request) -> Response:
-        return await command.run(context, request)
-
-    return endpoint
+async def _answer(path: str, context: RLContext, request: Request) -> Response:
+    try:
+        return json_response(await QUERIES[path](context, request))
+    except CLIENT_ERRORS as error:
+        raise client_error(error) from None
 
 
 def _sglangs(endpoint: Endpoint) -> Endpoint:

@@ -10,6 +10,7 @@ from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.generation import JSON
 from nano_inference.server.security import forwarded, parse_address
 from nano_inference.server.trainers.context import Command, Reply, RLContext
+from nano_inference.server.trainers.places import weights_at
 from nano_inference.server.trainers.schema import (
     GROUP,
     AbortRequestBody,
@@ -76,7 +77,7 @@ def _tags(body: MemoryBody) -> list[str]:
 
 async def _update_from_disk(rl: RLContext, body: FromDiskBody, _: Request) -> Reply:
     _require_format(body.load_format, "auto", "safetensors")
-    weights = await rl.weights_in(body.model_path, "model_path")
+    weights = await weights_at(rl.root, body.model_path, "model_path")
     return await rl.install(body.update(weights, hold=bool(body.hold)))
 
 

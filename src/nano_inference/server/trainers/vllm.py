@@ -15,6 +15,7 @@ from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.generation import JSON
 from nano_inference.server.trainers.body_stream import BodyStream
 from nano_inference.server.trainers.context import Command, Reply, RLContext
+from nano_inference.server.trainers.places import weights_at
 from nano_inference.server.trainers.schema import (
     GROUP,
     AbortBody,
@@ -91,19 +92,19 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
     if body.hold:
         if directory is None:
             raise refused("hold", "give the weights as a directory, in weight_dir")
-        return await rl.install(body.update(await rl.weights_in(directory, field)))
+        return await rl.install(body.update(await weights_at(rl.root, directory, field)))
     refuse_unheld(body)
     if body.update_info is None and not is_part and rl.groups.has(BROADCASTER):
         # `weight_dir` has markers only.
         with rl.groups.receive_state_dicts(BROADCASTER) as source:
             return await rl.install(body.update(source))
     if directory is not None and not is_part:
-        return await rl.install(body.update(await rl.weights_in(directory, field)))
+        return await rl.install(body.update(await weights_at(rl.root, directory, field)))
     in_parts = "for an update in parts, give it to /finish_weight_update"
     _refuse_given(body, ("weight_version", "version", "checksum"), in_parts)
     opened, part = rl.updates.require_open(), body.update_info
     if directory is not None:
-        await opened.add(await rl.weights_in(directory, field))
+        await opened.add(await weights_at(rl.root, directory, field))
     elif part is None or part.names is None or part.dtype_names is None or part.shapes is None:
         text = "update_info: give names, dtype_names and shapes, or a directory"
         raise ApiError(400, text, param="update_info")
