@@ -372,7 +372,7 @@ def test_what_makes_a_new_replica_equal_is_bounded(shelf: Path, monkeypatch: pyt
             await group.post("/update_weights", {"weight_dir": "one", "partial": True, "hold": True})
             assert (await group.post(COMMIT))[1]["version"] == number + 1
         await group.kill(1, then="needs an update")
-        assert group.servers.all[1].error == "the weights in force were made by more than 3 commands"
+        assert group.servers.all[1].error == "the weights in force were made by more than 256 commands"
         assert group.running[1].is_paused
         await group.post(DISK, ONE)
         assert group.states == ["ready", "ready"]

@@ -1,15 +1,18 @@
-"""What a command of trainers means to several replicas: which of them it concerns, and one reply of all."""
+"""A command of trainers for several replicas: which of them it concerns, its body for each, one reply of all."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
+from starlette.types import Receive
 
 from nano_inference.server.errors import ApiError, queue_full
+from nano_inference.server.guard import ClientGone
 from nano_inference.server.schema import Body
 from nano_inference.server.trainers.context import Command
 from nano_inference.server.trainers.places import Stamps
@@ -67,6 +70,32 @@ class Declined(ApiError):
 
 class Gone(Exception):
     """A replica did not answer. The message is one line."""
+
+
+class Copies:
+    """Owns the pieces of a body that several readers get, at the speed of the slowest."""
+
+    def __init__(self, receive: Receive, count: int) -> None:
+        self.is_complete = False  # all readers have the last piece
+        self._receive = receive
+        self._queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(1) for _ in range(count)]
+
+    async def fill(self) -> None:
+        """Read the body to its end. Raises `ClientGone`."""
+        piece: bytes | None = b""
+        while piece is not None:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            is_last = not message.get("more_body", False)
+            for piece in (message.get("body", b""), *((None,) if is_last else ())):
+                for queue in self._queues:
+                    await queue.put(piece)
+        self.is_complete = True
+
+    async def pieces(self, index: int) -> AsyncIterator[bytes]:
+        while (piece := await self._queues[index].get()) is not None:
+            yield piece
 
 
 def commit_of(sent: Sent) -> Sent:

@@ -32,6 +32,7 @@ from nano_inference.server.front.commands import (
     OF_ONE_ENGINE,
     STATES,
     UPDATES,
+    Copies,
     Declined,
     Gone,
     Sent,
@@ -40,7 +41,6 @@ from nano_inference.server.front.commands import (
     merged_reply,
     waits_for_requests,
 )
-from nano_inference.server.front.copies import Copies
 from nano_inference.server.front.process import ServerFailed
 from nano_inference.server.front.servers import NEEDS_UPDATE, Server, Servers
 from nano_inference.server.guard import GuardPolicy, read_body, while_connected
@@ -56,6 +56,7 @@ from nano_inference.server.trainers.vllm import refuse_unheld
 _MARGIN_S = 10.0  # in which a replica reports that `weight_timeout` has passed
 _ABORT_S, _RETRY_S = 30.0, 0.5  # most seconds of an abort, and between two while a replica still gathers
 MAX_JOURNAL = 256  # commands that a new replica gets to become equal to the others
+_TOO_MANY = f"were made by more than {MAX_JOURNAL} commands"
 _TOO_LATE = "were not complete within"  # in the error after `weight_timeout`
 _log = logging.getLogger("nano_inference.server")
 
@@ -185,17 +186,14 @@ class Trainers:
         found = [one for server, one in answered.items() if server.state != NEEDS_UPDATE] or list(answered.values())
         if self._phase != "installing" and any(one.get("weights") == "discarded" for one in found):
             self._forget_updates("were discarded")
-        self._bound_journal()
+        elif len(self._journal) > MAX_JOURNAL:
+            self._forget_updates(_TOO_MANY)
         return merged_reply(found) | ({"aborted": True, "closed_groups": []} if ends_update else {})
 
     def _forget_updates(self, lost: str) -> None:
         """Forget how to make earlier weights; `lost`: why those in force cannot be read again, if so."""
         self._lost = lost
         self._journal = [one for one in self._journal if one.path in STATES][-MAX_JOURNAL:]
-
-    def _bound_journal(self) -> None:
-        if len(self._journal) > MAX_JOURNAL:
-            self._forget_updates(f"were made by more than {MAX_JOURNAL} commands")
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
@@ -358,7 +356,8 @@ class Trainers:
             if not sent.is_partial:
                 self._forget_updates("")
             self._journal = [*self._journal, sent]
-            self._bound_journal()
+            if len(self._journal) > MAX_JOURNAL:
+                self._forget_updates(_TOO_MANY)
         for server, process in zip(holders, processes, strict=True):
             if server in installed and server.state == NEEDS_UPDATE:
                 self._servers.mark(server, "ready")
