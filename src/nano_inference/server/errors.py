@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_MESSAGE = 1500  # characters of an error's message
 
-_NO_HEADERS: Mapping[str, str] = {}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -49,8 +49,8 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        headers: Mapping[str, str] = _NO_HEADERS,
-        extra: Mapping[str, Any] = MappingProxyType({}),
+        headers: Mapping[str, str] = _NOTHING,
+        extra: Mapping[str, Any] = _NOTHING,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -62,7 +62,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        return error_type(self.status)
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def to_dict(self) -> dict[str, Any]:
         error = {"message": shortened(self.message), "type": self.type, "param": self.param, "code": self.code}
@@ -72,10 +72,6 @@ class ApiError(Exception):
         """Return the body as bytes; `make_body` makes it for a client's dialect."""
         body = self.to_dict() if make_body is None else make_body(self)
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-
-
-def error_type(status: int) -> str:
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 def shortened(message: str) -> str:

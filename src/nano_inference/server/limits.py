@@ -54,11 +54,7 @@ class QueueLimits:
         Raises `ApiError`: 400 for one that exceeds the limits by itself, 503 with Retry-After if the queue is full,
         429 with Retry-After above the client's quota.
         """
-        share = 1.0 if client.is_exempt else self.share
-        self._refuse_too_large(generation, share)
-        self._refuse_when_full(generation)
-        if share < 1:
-            self._refuse_over_quota(generation, client.name)
+        self._refuse(generation, client.name, 1.0 if client.is_exempt else self.share)
         self._take(client.name, generation.total_samples, generation.num_tokens)
         try:
             yield
@@ -73,7 +69,8 @@ class QueueLimits:
             if not held[name]:
                 del held[name]
 
-    def _refuse_too_large(self, generation: Generation, share: float) -> None:
+    def _refuse(self, generation: Generation, name: str, share: float) -> None:
+        """Raise `ApiError` for a generation that cannot be admitted, now or ever."""
         samples = f"the request has {generation.total_samples} samples"
         tokens = f"its prompts and outputs can reach {generation.num_tokens} tokens"
         for asked, capacity, what, param in (
@@ -85,8 +82,6 @@ class QueueLimits:
             if share < 1 and asked > (most := quota(share, capacity, 0)):
                 text = f"{what}; this server accepts {most} of one client at once (--client-share)"
                 raise ApiError(400, text, param=param)
-
-    def _refuse_when_full(self, generation: Generation) -> None:
         if self.num_samples + generation.total_samples > self.max_samples:
             raise queue_full(
                 f"the queue is full: {self.num_samples} of {self.max_samples} samples are open, the request has "
@@ -98,14 +93,12 @@ class QueueLimits:
                 f"the request {generation.num_tokens}; try again shortly",
                 code="too_many_tokens",
             )
-
-    def _refuse_over_quota(self, generation: Generation, name: str) -> None:
         for held, asked, used, capacity, unit in (
             (self._samples[name], generation.total_samples, self.num_samples, self.max_samples, "samples"),
             (self._tokens[name], generation.num_tokens, self.num_tokens, self.max_tokens, "tokens"),
         ):
-            most = quota(self.share, capacity, used - held)
-            if held + asked <= most:
+            most = quota(share, capacity, used - held)
+            if share >= 1 or held + asked <= most:
                 continue
             text = (
                 f"{name.partition(' ')[0]} quota: this client's open requests hold {held} {unit}, the request has "

@@ -28,10 +28,7 @@ MAX_TEXT = 256  # characters of a field that is not in `_LENGTHS`
 MAX_MESSAGE = 8192
 MAX_EXCEPTION = 16384  # characters of a traceback; the start is cut, as the error is at the end
 
-_LENGTHS: Mapping[str, int] = {
-    **{"level": 16, "request_id": 128, "method": 16, "finish_reason": 32},
-    **{"message": MAX_MESSAGE},
-}
+_LENGTHS = {"level": 16, "request_id": 128, "method": 16, "finish_reason": 32, "message": MAX_MESSAGE}
 _DURATIONS = frozenset(("queue_ms", "ttft_ms", "total_ms", "decode_tps"))
 
 

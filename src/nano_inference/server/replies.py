@@ -20,14 +20,13 @@ from nano_inference.server.detokenizer import (
 from nano_inference.server.errors import ApiError
 from nano_inference.server.events import DONE, event, events
 from nano_inference.server.generation import JSON, Generation
-from nano_inference.server.timings import metrics_of, prefill_reports, timings_of
+from nano_inference.server.timings import metrics_of, prefill_reports, requested_timings
 from nano_inference.server.tools import call_deltas, message_content, reasoning_fields
 from nano_inference.server.transcript import Transcript, usage
 from nano_inference.text.dialogue import Part
 from nano_inference.types import StopReason, TrainingSample, spans_of
 
 _NO_EXTRAS: Mapping[str, Any] = {}
-
 
 Options = TypeVar("Options")
 
@@ -106,8 +105,7 @@ class OpenAIReply(Reply[Any]):
             ],
             "usage": usage(generation, self.transcripts),
             "system_fingerprint": generation.fingerprint,
-            **self._timings(self.transcripts[0]),
-            **self._metrics(),
+            **self._ending(),
         }
         return reply | self._prompt_facts(self.transcripts[0]) if is_chat else reply
 
@@ -170,7 +168,7 @@ class OpenAIReply(Reply[Any]):
             if not (generation.continuous_usage and decoded.text and chunks):
                 chunks.append(self._chunk(transcript.index, {} if self._is_chat else ""))
             chunks[-1]["choices"][0] |= {**reasons, "finish_reason": finish_reason_of(transcript)}
-        timings = self._timings(transcript)
+        timings = requested_timings(generation, transcript)
         return [chunk | timings for chunk in chunks] if timings else chunks
 
     def _echo(self, transcript: Transcript, decoded: DecodedDelta) -> tuple[str, Sequence[LogprobEntry]]:
@@ -186,19 +184,13 @@ class OpenAIReply(Reply[Any]):
 
     def usage_chunk(self) -> JSON:
         sums = {"choices": [], "usage": usage(self.generation, self.transcripts)}
-        return {**self._head, **sums, **self._timings(self.transcripts[0]), **self._metrics()}
+        return {**self._head, **sums, **self._ending()}
 
-    def _timings(self, transcript: Transcript) -> JSON:
-        """Return llama.cpp's `timings` of a sample if they are requested."""
-        if not self.generation.timings:
-            return {}
-        return {"timings": timings_of(self.generation, transcript)}
-
-    def _metrics(self) -> JSON:
-        """Return vLLM's `metrics` of a reply with one sample if the server reports them."""
-        if not self.generation.metrics or len(self.transcripts) > 1:
-            return {}
-        return {"metrics": metrics_of(self.transcripts[0])}
+    def _ending(self) -> JSON:
+        """Return llama.cpp's `timings` if requested, and vLLM's `metrics` of one sample if the server reports them."""
+        first = self.transcripts[0]
+        has_metrics = self.generation.metrics and len(self.transcripts) == 1
+        return requested_timings(self.generation, first) | ({"metrics": metrics_of(first)} if has_metrics else {})
 
     def _prompt_facts(self, transcript: Transcript) -> JSON:
         generation, prompt = self.generation, self.generation.requests[transcript.prompt_index].prompt
@@ -242,11 +234,8 @@ class OpenAIReply(Reply[Any]):
         return choice | _prefix_ids(generation) | sample_facts(transcript, generation)
 
     def _completion_choice(self, transcript: Transcript) -> JSON:
-        generation, prompt, sample = (
-            self.generation,
-            self.generation.requests[transcript.prompt_index].prompt,
-            transcript.sample,
-        )
+        generation, sample = self.generation, transcript.sample
+        prompt = generation.requests[transcript.prompt_index].prompt
         echo = generation.echo[transcript.prompt_index] if generation.echo else ""
         entries: Sequence[LogprobEntry] = transcript.entries
         if generation.echo_logprobs and sample is not None:
@@ -317,9 +306,8 @@ def token_facts(decoded: DecodedDelta, generation: Generation) -> JSON:
 
 def sample_facts(transcript: Transcript, generation: Generation) -> JSON:
     """Return the requested fields about a sample's tokens, with the spans of weight versions."""
-    facts: JSON = (
-        {"token_ids": list(transcript.token_ids), "mask": list(transcript.mask)} if generation.token_ids else {}
-    )
+    ids = {"token_ids": list(transcript.token_ids), "mask": list(transcript.mask)}
+    facts: JSON = ids if generation.token_ids else {}
     params, sample = generation.requests[transcript.prompt_index].params, transcript.sample
     if params.raw_logprobs and sample is not None:
         facts["raw_logprobs"] = sample.raw_logprobs
@@ -363,12 +351,8 @@ def token_logprobs(entries: Sequence[LogprobEntry], generation: Generation) -> l
             "bytes": list(_own_bytes(entry, generation)),
             **_id_of(entry.token, generation),
             "top_logprobs": [
-                {
-                    "token": name(one.token),
-                    "logprob": one.logprob,
-                    "bytes": data(one.token),
-                    **_id_of(one.token, generation),
-                }
+                {"token": name(one.token), "logprob": one.logprob, "bytes": data(one.token)}
+                | _id_of(one.token, generation)
                 for one in (entry.top or ())[:count]
             ],
         }
@@ -378,12 +362,10 @@ def token_logprobs(entries: Sequence[LogprobEntry], generation: Generation) -> l
 
 def _own_bytes(entry: LogprobEntry, generation: Generation) -> bytes:
     """Return a token's own bytes, also if its text is empty because its character is not complete; none if hidden."""
-    data = visible_bytes(
-        entry.token, generation.tokenizer, generation.skip_special and entry.token not in generation.markers
-    )
-    return (
-        data if data or generation.tool is None else entry.text.encode()
-    )  # the marks of a calculator are special tokens
+    is_hidden = generation.skip_special and entry.token not in generation.markers
+    data = visible_bytes(entry.token, generation.tokenizer, is_hidden)
+    # The marks of a calculator are special tokens.
+    return data if data or generation.tool is None else entry.text.encode()
 
 
 def _id_of(token: int, generation: Generation) -> JSON:

@@ -25,6 +25,11 @@ def timings_of(generation: Generation, transcript: Transcript) -> JSON:
     }
 
 
+def requested_timings(generation: Generation, transcript: Transcript) -> JSON:
+    """Return `timings_of` as a field of a reply if the client asked for it."""
+    return {"timings": timings_of(generation, transcript)} if generation.timings else {}
+
+
 def metrics_of(transcript: Transcript) -> JSON:
     """Return vLLM's `metrics` of an answer, without the values that are unknown.
 

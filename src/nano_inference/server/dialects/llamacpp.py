@@ -309,9 +309,7 @@ class LlamaReply(Reply[LlamaBody]):
     def _probabilities(self, entries: Sequence[LogprobEntry]) -> list[JSON]:
         """Return tokens and alternatives with log-probabilities, or with `post_sampling_probs` probabilities."""
         as_probs, count = bool(self.options.post_sampling_probs), self.generation.logprobs
-        is_greedy = (
-            self.generation.requests[0].params.temperature == 0
-        )  # log-probabilities are then those of the logits
+        is_greedy = self.generation.requests[0].params.temperature == 0  # log-probabilities are those of the logits
 
         def item(token: int, logprob: float | None, drawn: int) -> JSON:
             data = list(token_bytes_of(token, self.generation.tokenizer))

@@ -330,10 +330,8 @@ class OllamaReply(Reply[ReplyOptions]):
         return part
 
     def _ending(self, transcript: Transcript) -> JSON:
-        counts = {
-            "prompt_eval_count": len(self.generation.requests[0].prompt),
-            "eval_count": len(transcript.token_ids),
-        }
+        num_prompt, num_new = len(self.generation.requests[0].prompt), len(transcript.token_ids)
+        counts = {"prompt_eval_count": num_prompt, "eval_count": num_new}
         return {"done": True, "done_reason": transcript.finish_reason, **durations([transcript]), **counts}
 
 

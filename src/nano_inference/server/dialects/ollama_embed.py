@@ -78,8 +78,7 @@ class EmbedReply(Reply[EmbeddingBody]):
         return {
             "model": self.generation.model,
             "embeddings": _vectors(self),
-            "total_duration": times["total_duration"],
-            "load_duration": times["load_duration"],
+            **{name: times[name] for name in ("total_duration", "load_duration")},
             "prompt_eval_count": sum(len(request.prompt) for request in self.generation.requests),
         }
 

@@ -38,7 +38,7 @@ def tags(model: ServedModel, occupancy: Occupancy) -> JSON:
 def tags_of_models(replies: Sequence[JSON], unloaded: Sequence[UnloadedModel]) -> JSON:
     """Return the reply of GET /api/tags of several models. Of those that are not loaded, only the size is known."""
     entries = [entry for reply in replies for entry in reply["models"]]
-    return {"models": [*entries, *(_unloaded(name, model) for model in unloaded for name in model.names)]}
+    return {"models": [*entries, *(_entry(name, model) for model in unloaded for name in model.names)]}
 
 
 def ps_of_models(replies: Sequence[JSON], unloaded: Sequence[UnloadedModel]) -> JSON:
@@ -51,11 +51,8 @@ def ps(model: ServedModel, occupancy: Occupancy) -> JSON:
     entry = _entry(model.name, model)
     del entry["modified_at"]
     vram = 0 if model.facts.get("device") == "cpu" else entry["size"]
-    return {
-        "models": [
-            {**entry, "expires_at": _NEVER, "size_vram": vram, "context_length": model.limits.max_model_len},
-        ]
-    }
+    loaded = {"expires_at": _NEVER, "size_vram": vram, "context_length": model.limits.max_model_len}
+    return {"models": [entry | loaded]}
 
 
 def version(model: ServedModel, occupancy: Occupancy) -> JSON:
@@ -93,33 +90,26 @@ def capabilities(model: ServedModel) -> list[str]:
     return ["completion", "embedding", *chats, *(["thinking"] if thinks else [])]
 
 
-def _entry(name: str, model: ServedModel) -> JSON:
+def _entry(name: str, model: ServedModel | UnloadedModel) -> JSON:
     shown = tagged(name)
-    size = (model.facts.get("parameters") or 0) * _BYTES.get(str(model.facts.get("file_precision")), 1)
+    if isinstance(model, UnloadedModel):
+        size = model.file_bytes
+    else:
+        size = (model.facts.get("parameters") or 0) * _BYTES.get(str(model.facts.get("file_precision")), 1)
     return {
         "name": shown,
         "model": shown,
         "modified_at": _time(model),
         "size": size,
-        "digest": sha256(f"{model.name} {model.created}".encode()).hexdigest(),
+        "digest": sha256(f"{model.names[0]} {model.created}".encode()).hexdigest(),
         "details": _details(model),
     }
 
 
-def _unloaded(name: str, model: UnloadedModel) -> JSON:
-    shown = tagged(name)
-    details: JSON = {"parent_model": "", "format": "", "family": "", "families": []}
-    return {
-        "name": shown,
-        "model": shown,
-        "modified_at": _time(model),
-        "size": model.file_bytes,
-        "digest": sha256(f"{model.names[0]} {model.created}".encode()).hexdigest(),
-        "details": {**details, "parameter_size": "", "quantization_level": ""},
-    }
-
-
-def _details(model: ServedModel) -> JSON:
+def _details(model: ServedModel | UnloadedModel) -> JSON:
+    if isinstance(model, UnloadedModel):
+        unknown: JSON = {"parent_model": "", "format": "", "family": "", "families": []}
+        return unknown | {"parameter_size": "", "quantization_level": ""}
     family = _family(model)
     count = model.facts.get("parameters") or 0
     size = next((f"{count / unit:.1f}{letter}" for unit, letter in _UNITS if count >= unit), str(count))

@@ -19,7 +19,7 @@ from nano_inference.server.errors import ApiError, shortened
 from nano_inference.server.events import event as named_event
 from nano_inference.server.generation import JSON
 from nano_inference.server.replies import Reply, joined, sample_facts, token_logprobs
-from nano_inference.server.timings import prefill_reports, timings_of
+from nano_inference.server.timings import prefill_reports, requested_timings
 from nano_inference.server.transcript import Transcript, num_reasoning_tokens, usage
 from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_events import CallArguments, CallStart, Content, Event, Reasoning
@@ -88,7 +88,7 @@ class ResponsesReply(Reply[ResponsesOptions]):
         (transcript,) = self.transcripts
         self._take(transcript.events, self._of_content(transcript, transcript.entries), transcript.parts)
         self._finish(transcript)
-        return self._ended(transcript) | self._timings(transcript)
+        return self._ended(transcript) | requested_timings(self.generation, transcript)
 
     def start(self) -> bytes:
         response = self._response("in_progress")
@@ -99,7 +99,7 @@ class ResponsesReply(Reply[ResponsesOptions]):
             {"type": _RUNNING, "response": self._response("in_progress"), "prompt_progress": report}
             for report in prefill_reports(self.generation, transcript, decoded)
         ]
-        timings = self._timings(transcript)
+        timings = requested_timings(self.generation, transcript)
         events = self._take(decoded.events, self._of_content(transcript, decoded.entries), decoded.parts)
         return self._encode([*states, *(one | timings if one["type"] == _TEXT else one for one in events)])
 
@@ -108,16 +108,16 @@ class ResponsesReply(Reply[ResponsesOptions]):
         ends = self._finish(transcript)
         response = self._ended(transcript)
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
-        return self._encode([*ends, {"type": name, "response": response, **self._timings(transcript)}])
+        timings = requested_timings(self.generation, transcript)
+        return self._encode([*ends, {"type": name, "response": response, **timings}])
 
     def fail(self, error: ApiError) -> bytes:
         """Return the response with its items so far, and the error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"  # the API allows a fixed set of codes
         fields = {"code": code, "message": shortened(error.message), "type": error.type, "param": error.param}
         output = [*self._items, *([self._item("incomplete")] if self._open else [])]
-        return self._encode(
-            [{"type": "response.failed", "response": self._response("failed", output=output, error=fields)}]
-        )
+        response = self._response("failed", output=output, error=fields)
+        return self._encode([{"type": "response.failed", "response": response}])
 
     # ---- output items -----------------------------------------------------------------------------------------------
 
@@ -179,9 +179,8 @@ class ResponsesReply(Reply[ResponsesOptions]):
         self._open = {"id": self._id(ID_PREFIXES[kind]), "type": kind, "status": "in_progress", **fields}
         self._pieces, self._logprobs, self._parts = [], [], []
         start = [self._item_event("output_item.added", item={**self._open})]
-        return (
-            start if kind == "function_call" else [*start, self._content_event("content_part.added", part=self._part())]
-        )
+        has_parts = kind != "function_call"
+        return [*start, *([self._content_event("content_part.added", part=self._part())] if has_parts else [])]
 
     def _part(self) -> JSON:
         text = "".join(self._pieces)
@@ -255,21 +254,11 @@ class ResponsesReply(Reply[ResponsesOptions]):
             response["store"] = False
         return response
 
-    def _timings(self, transcript: Transcript) -> JSON:
-        """Return llama.cpp's `timings` if they are requested."""
-        if not self.generation.timings:
-            return {}
-        return {"timings": timings_of(self.generation, transcript)}
-
     def _response(self, status: str, **fields: Any) -> JSON:
-        head: JSON = {
-            "id": self.generation.id,
-            "object": "response",
-            "created_at": self.generation.created,
-            "status": status,
-        }
+        one = self.generation
+        head: JSON = {"id": one.id, "object": "response", "created_at": one.created, "status": status}
         unset: JSON = {"completed_at": None, "error": None, "incomplete_details": None, "output": [], "usage": None}
-        return head | {"model": self.generation.model} | unset | self.options.echo | fields
+        return head | {"model": one.model} | unset | self.options.echo | fields
 
     def _id(self, kind: str) -> str:
         return f"{kind}_{self.options.id_stem}{len(self._items):02x}"
@@ -291,14 +280,12 @@ class ResponsesReply(Reply[ResponsesOptions]):
     def broken(error: ApiError, first: bytes = b"", number: int = 0) -> bytes:
         """Return the response as failed, if `first` has the event with it, or else an error."""
         text = shortened(error.message)
-        created = next(
-            (line for line in first.splitlines() if line.startswith(b'data: {"type":"response.created"')), b""
-        )
+        start = b'data: {"type":"response.created"'
+        created = next((line for line in first.splitlines() if line.startswith(start)), b"")
         if not created:
             fields = {"code": "server_error", "message": text, "param": error.param, "sequence_number": number}
             return named_event({"type": "error", **fields}, "error")
         response = from_json(created.removeprefix(b"data: "))["response"]
         failed = {**response, "status": "failed", "error": {"code": "server_error", "message": text}}
-        return named_event(
-            {"type": "response.failed", "response": failed, "sequence_number": number}, "response.failed"
-        )
+        last = {"type": "response.failed", "response": failed, "sequence_number": number}
+        return named_event(last, last["type"])
