@@ -134,12 +134,10 @@ def _check(body: CompletionBody | ChatBody, model: ServedModel, config: ServerCo
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     model.name_for(body.model)
     if body.lineage not in (None, model.limits.lineage):  # another engine counted the versions of its tokens
-        raise ApiError(
-            400,
-            f"lineage: the tokens are of {body.lineage!r}, this server's lineage is {model.limits.lineage!r}, and "
-            "their weight versions are unrelated; use the server that generated them, or set one --lineage for the "
-            "pool",
-            param="lineage",
+        raise refused(
+            "lineage",
+            f"the tokens are of {body.lineage!r}, this server's lineage is {model.limits.lineage!r}, and their weight "
+            "versions are unrelated; use the server that generated them, or set one --lineage for the pool",
         )
 
 
@@ -234,12 +232,8 @@ def _prefilled(
         raise ApiError(400, f"{field} cannot be combined with {other}", param=field)
     ids, program = tuple(body.answer_token_ids or ()), None
     if len(ids) >= model.limits.max_model_len:  # checked first: the rest takes time for each token
-        raise ApiError(
-            400,
-            f"{field}: {len(ids)} tokens leave no room in the context of {model.limits.max_model_len}",
-            param=field,
-            code="context_length_exceeded",
-        )
+        text = f"{field}: {len(ids)} tokens leave no room in the context of {model.limits.max_model_len}"
+        raise ApiError(400, text, param=field, code="context_length_exceeded")
     check_known(ids, model, field)
     if generation.tool is not None:
         with api_errors(field):
@@ -265,13 +259,10 @@ def _structure(asked: Structure | None, use: ToolUse, special: Mapping[str, int]
     answer: Mapping[str, Any] | None = None
     if asked is not None and not use.must_call:  # an answer that must be a call has no content for the structure
         if asked.grammar.kind not in ("json_schema", "json_object"):
-            message = f"{asked.field}: with tool_choice auto only a JSON structure is supported"
-            raise ApiError(400, message, param=asked.field)
+            raise refused(asked.field, "with tool_choice auto only a JSON structure is supported")
         if use.format.is_whole:
-            message = (
-                f"{asked.field}: with tool_choice auto this model's calls cannot be distinguished from a JSON answer"
-            )
-            raise ApiError(400, message, param=asked.field)
+            text = "with tool_choice auto this model's calls cannot be distinguished from a JSON answer"
+            raise refused(asked.field, text)
         schema = json.loads(asked.grammar.text) if asked.grammar.kind == "json_schema" else {"type": "object"}
         answer = schema if isinstance(schema, dict) else {}
         field = asked.field

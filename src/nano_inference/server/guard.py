@@ -135,7 +135,7 @@ def _client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float
     """Return the share as configured, else 1 if there is a single client, else `DEFAULT_SHARE`."""
     if config.client_share is not None:
         return config.client_share
-    is_alone = keys.num_keys + admins.num_keys == 1
+    is_alone = len(keys.digests) + len(admins.digests) == 1
     if keys.is_empty:
         is_alone = is_loopback_name(config.host) and not config.trusted_proxy
     has_open_commands = config.enable_rl and admins.is_empty  # any client can end what others have
@@ -277,7 +277,7 @@ class Exchange:
         if self.status is None and not self.is_gone:
             body = error.to_json(self._error_body)
             extra = [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-            headers = [*json_headers(body), *extra]
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *extra]
             await send({"type": "http.response.start", "status": error.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
@@ -373,10 +373,6 @@ def check_admin(scope: Scope, admins: KeyRing) -> None:
         text = "an admin key is needed: Authorization: Bearer KEY"
         raise ApiError(401, text, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
     raise ApiError(403, "this path needs an admin key", code="admin_key_needed")
-
-
-def json_headers(body: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
 
 
 async def until_gone(receive: Receive) -> None:

@@ -100,10 +100,6 @@ class KeyRing:
     def is_empty(self) -> bool:
         return not self.digests
 
-    @property
-    def num_keys(self) -> int:
-        return len(self.digests)
-
     @classmethod
     def of(cls, keys: Sequence[str], *, is_shared: bool = False, secret: bytes | None = None) -> KeyRing:
         """Return a ring of these keys; `secret` is random unless given."""

@@ -70,8 +70,7 @@ def _of_response_format(form: Mapping[str, Any]) -> Grammar | None:
     if kind == "structural_tag":
         raise refused("response_format.type", "structural_tag is not supported")
     if kind not in _FORMATS:
-        message = f"response_format.type: must be one of {', '.join(_FORMATS)}"
-        raise ApiError(400, message, param="response_format.type")
+        raise refused("response_format.type", f"must be one of {', '.join(_FORMATS)}")
     if kind == "text":
         return None
     if kind == "json_object":

@@ -22,7 +22,7 @@ from nano_inference.server import schema
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta, LogprobEntry, token_text
 from nano_inference.server.dialect import Dialect, Probing, Route
-from nano_inference.server.errors import ApiError
+from nano_inference.server.errors import ApiError, refused
 from nano_inference.server.events import event
 from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
@@ -219,8 +219,7 @@ def _prompt_options(body: SglangBody, params: Sequence[SglangParams]) -> list[Pr
         if logprobs[index]:
             option = PromptOptions(rids[index], True, starts[index], tops[index], tuple(named[index]), kept)
         if option.named and option.start >= 0:
-            text = "token_ids_logprob: not reported for the prompt; leave out logprob_start_len"
-            raise ApiError(400, text, param="token_ids_logprob")
+            raise refused("token_ids_logprob", "not reported for the prompt; leave out logprob_start_len")
         options.append(option)
     return options
 

@@ -26,7 +26,6 @@ from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 from nano_inference.server.metrics import CONTENT_TYPE
 
 HEALTH = ("/health", "/ping", "/liveness", "/ready")
-_NEEDED = "needs_update"
 LOAD = ("server_load", "running", "waiting")
 
 
@@ -74,9 +73,8 @@ class Front:
         return JSONResponse({"status": status, **fields}, 200 if accepts else 503)
 
     async def _load(self, scope: Scope) -> Response:
-        loads = [
-            json.loads(text) for text in (await fetch_all(self._client, self._servers.urls, scope, "/load")).values()
-        ]
+        texts = await fetch_all(self._client, self._servers.urls, scope, "/load")
+        loads = [json.loads(text) for text in texts.values()]
         return JSONResponse({name: sum(int(one.get(name, 0)) for one in loads) for name in LOAD})
 
     async def _metrics(self, scope: Scope) -> Response:
@@ -139,5 +137,7 @@ class Replicas:
         lost = queue_full("no replica accepts requests at the moment", code="no_replica")
         lacking = next((one.error for one in self._servers.all if one.state == NEEDS_UPDATE), "")
         if lacking:
-            lost = queue_full(f"no replica has the weights in force, send a complete update: {lacking}", code=_NEEDED)
+            lost = queue_full(
+                f"no replica has the weights in force, send a complete update: {lacking}", code="needs_update"
+            )
         return Target(servers=lambda: self._servers.ready, placement=placement, passed_over=503, lost=lost)

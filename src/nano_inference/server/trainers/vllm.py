@@ -106,8 +106,7 @@ async def _update_weights(rl: RLContext, body: UpdateWeightsBody, _: Request) ->
     if directory is not None:
         await opened.add(await weights_at(rl.root, directory, field))
     elif part is None or part.names is None or part.dtype_names is None or part.shapes is None:
-        text = "update_info: give names, dtype_names and shapes, or a directory"
-        raise ApiError(400, text, param="update_info")
+        raise refused("update_info", "give names, dtype_names and shapes, or a directory")
     else:
         tensors = part.names, part.dtype_names, part.shapes
         with rl.groups.receive(part.group_name or GROUP, *tensors, "dtype_names", part.bucket_bytes) as source:
