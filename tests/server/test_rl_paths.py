@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.trainers.routes import ADMIN_PATHS
 from tests.server.tiny import Running, running
 
 USER, ADMIN = "ordinary-key", "admin-key-1"
@@ -21,7 +20,7 @@ def keyed(tiny_directory: Path) -> Iterator[Running]:
         yield one
 
 
-@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+@pytest.mark.parametrize("path", ["/pause", "/v1/load_lora_adapter"])
 def test_no_spelling_of_a_command_bypasses_the_admin_key(keyed: Running, path: str) -> None:
     """A router might match a path with a trailing line break, which is not in `ADMIN_PATHS`."""
     spelled = (path, path + "%0A", path + "%0a%0a", path + "%0D", path + "%00", path + "%7F", path + "/", path.upper())
