@@ -154,35 +154,28 @@ def test_servers_have_the_ranks_after_the_trainer(
 INIT = {"host": "127.0.0.1", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 60}
 
 
-@pytest.mark.parametrize(
-    ("fields", "part"),
-    [
-        ({"quantize_in_weight_transfer": True}, "quantize_in_weight_transfer: weights in the layout of vLLM's kernels"),
-        ({"session_id": "a1b2"}, "session_id: transfers by NIXL are not supported"),
-        ({"rank_offset": 1}, "rank_offset must be below inference_world_size, got 1 of 1"),
-        ({"inference_world_size": 0}, "inference_world_size"),
-        ({"host": ""}, "host"),
-        ({"port": 0}, "port"),
-        ({"timeout": -1}, "timeout"),
-        ({"backend": "mpi"}, "backend"),
-    ],
-)
-def test_invalid_broadcaster_is_refused_by_name(server: Running, fields: dict[str, Any], part: str) -> None:
-    refused(server.post("/init_broadcaster", {**INIT, **fields}), 400, part)
+INVALID: list[tuple[dict[str, Any], str]] = [
+    ({"quantize_in_weight_transfer": True}, "quantize_in_weight_transfer: weights in the layout of vLLM's kernels"),
+    ({"session_id": "a1b2"}, "session_id: transfers by NIXL are not supported"),
+    ({"rank_offset": 1}, "rank_offset must be below inference_world_size, got 1 of 1"),
+    ({"inference_world_size": 0}, "inference_world_size"),
+    ({"host": ""}, "host"),
+    ({"port": 0}, "port"),
+    ({"timeout": -1}, "timeout"),
+    ({"backend": "mpi"}, "backend"),
+]
+
+
+def test_invalid_broadcaster_is_refused_by_name(server: Running) -> None:
+    for fields, part in INVALID:
+        refused(server.post("/init_broadcaster", {**INIT, **fields}), 400, part)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_nccl_without_cuda_is_refused_at_once(server: Running) -> None:
+    group = {"master_address": "127.0.0.1", "master_port": 29501, "rank_offset": 1, "world_size": 2}
     for path, body in (
         ("/init_broadcaster", {**INIT, "session_id": "default"}),
-        (
-            "/init_weight_transfer_engine",
-            {
-                "init_info": {
-                    **{"master_address": "127.0.0.1", "master_port": 29501, "rank_offset": 1, "world_size": 2},
-                    "backend": "nccl",
-                }
-            },
-        ),
+        ("/init_weight_transfer_engine", {"init_info": {**group, "backend": "nccl"}}),
     ):
         refused(server.post(path, body), 400, "backend: nccl needs a CUDA device", "a directory or gloo")

@@ -351,13 +351,9 @@ def test_a_client_that_leaves_in_the_middle_of_a_body_changes_nothing(group: Gro
     assert ok(send(group.front.client, "body", "one", shelf))["version"] == 1
 
 
-@pytest.mark.parametrize("path", sorted(OF_ONE_ENGINE))
-def test_commands_of_process_groups_are_refused_by_name(group: Group, path: str) -> None:
-    reply = group.post(path, {})
-    refused(reply, 501, path, "needs one engine", "/update_weights_from_disk")
-
-
-def test_an_update_without_a_directory_is_refused_by_name(group: Group) -> None:
+def test_updates_that_need_one_engine_are_refused_by_name(group: Group) -> None:
+    for path in sorted(OF_ONE_ENGINE):
+        refused(group.post(path, {}), 501, path, "needs one engine", "/update_weights_from_disk")
     assert refused(group.post("/update_weights", {}), 501, "weight_dir", "needs one engine")["param"] == "weight_dir"
     refused(
         group.post("/update_weights_from_disk", {"model_path": "one", "typo": 1}), 400, "typo: there is no such field"

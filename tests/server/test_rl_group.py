@@ -40,11 +40,8 @@ def target(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture(scope="module")
 def named(target: Path) -> Named:
-    """The trainer's weights, with two invalid ones."""
-    good = weights_of(target)
-    bad = good["model.norm.weight"].clone()
-    bad[0] = float("nan")
-    return {**good, "nan": bad, "short": torch.zeros(3)}
+    """The trainer's weights, with an invalid one."""
+    return {**weights_of(target), "short": torch.zeros(3)}
 
 
 class ReceivingEngine:
@@ -89,7 +86,7 @@ def trainer(named: Named, tmp_path: Path) -> Iterator[Trainer]:
 
 
 def good_names(named: Named) -> list[str]:
-    return [name for name in named if name not in ("nan", "short")]
+    return [name for name in named if name != "short"]
 
 
 @contextmanager
@@ -175,8 +172,7 @@ def test_each_sglang_bucket_is_an_update(
     refused(server.post("/destroy_weights_update_group", {"group_name": "slime-pp_0"}), 400, "no group")
 
 
-@pytest.mark.parametrize("where", ["init", "update"])
-@pytest.mark.parametrize("limit", [None, 1, 5000, 40_000])
+@pytest.mark.parametrize(("where", "limit"), [("init", 5000), ("update", None), ("update", 1)])
 def test_packed_broadcasts(
     where: str, limit: int | None, server: Running, trainer: Trainer, named: Named, target: Path, tiny_directory: Path
 ) -> None:
@@ -228,13 +224,11 @@ def test_buckets_of_another_size_end_the_update_and_the_group(
 
 WRONG = {
     "shape": (["model.norm.weight"], {"model.norm.weight": "lm_head.weight"}, "has the shape (32,)"),
-    "nan": (["nan"], {"nan": "model.norm.weight"}, "NaN"),
-    "name": (["model.norm.weight"], {"model.norm.weight": "model.nothing.weight"}, "no such tensor"),
     "twice": (["model.norm.weight", "model.norm.weight"], {}, "occurs twice"),
 }
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", ["shape", "twice"])
 def test_invalid_tensor_aborts_the_update_and_keeps_the_group_usable(
     kind: str, server: Running, trainer: Trainer, named: Named
 ) -> None:
@@ -248,15 +242,12 @@ def test_invalid_tensor_aborts_the_update_and_keeps_the_group_usable(
     assert update_all(server, trainer, named)["version"] == 1
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 @pytest.mark.parametrize(
-    ("sent", "dtype", "shape", "part"),
+    ("dialect", "sent", "dtype", "shape", "part"),
     [
-        ("model.norm.weight", "bfloat16", [32], "has more; it seems to be float32 [32]"),
-        ("model.norm.weight", "float64", [32], "has fewer; it seems to be float32 [32]"),
-        ("model.norm.weight", "float32", [31], "has more"),
-        ("lm_head.weight", "float32", [32], "has more"),
-        ("short", "float32", [32], "has fewer"),
+        ("vllm", "model.norm.weight", "bfloat16", [32], "has more; it seems to be float32 [32]"),
+        ("sglang", "model.norm.weight", "float32", [31], "has more"),
+        ("sglang", "short", "float32", [32], "has fewer"),
     ],
 )
 def test_broadcast_of_wrong_size_is_refused_and_keeps_the_group_usable(
@@ -331,19 +322,14 @@ def test_missing_tensors_are_reported_at_the_end(server: Running, trainer: Train
     assert update_all(server, trainer, named)["version"] == 1
 
 
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_server_accepts_next_trainer_after_one_dies_during_broadcast(
-    dialect: str, server: Running, trainer: Trainer, named: Named, tmp_path: Path
+    server: Running, trainer: Trainer, named: Named, tmp_path: Path
 ) -> None:
     join_group(server, trainer)
     names = good_names(named)
     dtypes, shapes = dtypes_and_shapes(named, names)
-    if dialect == "vllm":
-        ok(server.post("/start_weight_update", {}))
-        path, body = "/update_weights", {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
-    else:
-        path, body = "/update_weights_from_distributed", {"names": names, "dtypes": dtypes, "shapes": shapes}
-    with posting(server, path, body) as reply:
+    body = {"names": names, "dtypes": dtypes, "shapes": shapes}
+    with posting(server, "/update_weights_from_distributed", body) as reply:
         trainer.send(names[:5])
         trainer.wait()
         trainer.die()
@@ -414,15 +400,10 @@ def test_invalid_group_field_is_named(shared_server: Running, path: str, body: A
     refused(shared_server.post(path, body), 400, part)
 
 
-@pytest.mark.parametrize(
-    ("lists", "part"),
-    [({"dtypes": ["int8"]}, "dtypes[0]"), ({"dtypes": []}, "dtypes"), ({"shapes": []}, "shapes")],
-)
-def test_inconsistent_lists_are_refused_before_receiving(
-    lists: Any, part: str, server: Running, trainer: Trainer
-) -> None:
+def test_inconsistent_lists_are_refused_before_receiving(server: Running, trainer: Trainer) -> None:
     join_group(server, trainer, "sglang")
-    refused(server.post("/update_weights_from_distributed", {**LISTS, **lists}), 400, part)
+    for lists, part in (({"dtypes": ["int8"]}, "dtypes[0]"), ({"dtypes": []}, "dtypes"), ({"shapes": []}, "shapes")):
+        refused(server.post("/update_weights_from_distributed", {**LISTS, **lists}), 400, part)
     assert_untouched(server)
 
 

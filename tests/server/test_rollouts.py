@@ -95,22 +95,6 @@ def test_partial_answer_continues_identically(rollouts: Running) -> None:
         assert reported == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"prompt": PROMPT},  # fully cached by now
-        {"prompt": PROMPT[:16]},
-        {"prompt": [259, 258, 257, 256]},
-        {"prompt": [7]},
-        {"stop": []},
-    ],
-)
-def test_odd_prompts(rollouts: Running, fields: dict[str, Any]) -> None:
-    first, second = (choices(rollouts, **fields)[0] for _ in range(2))
-    assert first["token_ids"] == second["token_ids"] and len(first["token_ids"]) == 24
-    assert first["prompt_token_ids"] == fields.get("prompt", PROMPT)
-
-
 def test_prompt_is_scored_without_output(rollouts: Running) -> None:
     (choice,) = choices(rollouts, max_tokens=0, echo=True, logprobs=1)
     assert choice["token_ids"] == [] and len(choice["logprobs"]["token_logprobs"]) == len(PROMPT)
