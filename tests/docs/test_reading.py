@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import pytest
 
-from benchmarks.structure import traced
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from tests.docs.pages import ROOT
+from tests.docs.tracing import traced
 from tests.models.families import make_model
 from tests.test_rooms import HOME
 
@@ -74,12 +72,8 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Executed]:
         with engine:
             generating, samples = traced(lambda engine=engine: engine.generate([prompt], params, 2))
         assert len(samples) == 2
-        found[kernels] = Executed(*(files_of(one.functions) for one in (opening, generating)))
+        found[kernels] = Executed(frozenset(opening), frozenset(generating))
     return found
-
-
-def files_of(functions: Iterable[tuple[str, str, int]]) -> frozenset[str]:
-    return frozenset(Path(file).relative_to(HOME).as_posix() for file, _, _ in functions)
 
 
 @pytest.mark.parametrize("kernels", PATHS)
