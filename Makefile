@@ -46,7 +46,6 @@ lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python scripts/words.py
 	$(BIN)/python scripts/size.py
 
 # The fast files: tests/slow.txt lists the others. Five to eleven minutes on two cores; no download, no browser.
