@@ -23,10 +23,9 @@ from nano_inference import (
     weights_checksum,
 )
 from nano_inference.core.scheduler import STREAM_LOOKAHEAD
-from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.types import Delta, EngineRequest, UpdateBusy, UpdateCancelled
 from nano_inference.weights.updates import WeightUpdate
-from tests.sim.fakes import Calculator, FakeRunner, fake_config, fake_parts
+from tests.sim.fakes import Calculator, OnStep, fake_config, fake_parts, raising
 from tests.sim.versioned import content
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.test_update import PausedSource
@@ -39,9 +38,10 @@ LONG = SamplingParams(max_tokens=100_000 - 100, seed=4, ignore_eos=True)
 Work = Callable[[AsyncEngine[InferenceEngine]], Awaitable[None]]
 
 
-def fake_engine(num_blocks: int = 100, runner: FakeRunner | None = None) -> InferenceEngine:
-    parts = fake_parts("radix", num_blocks, 4)
-    return InferenceEngine(fake_config(), parts=parts if runner is None else replace(parts, runner=runner))
+def fake_engine(num_blocks: int = 100, on_step: OnStep = lambda number: None) -> InferenceEngine:
+    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", num_blocks, 4))
+    engine.parts.runner.on_step = on_step
+    return engine
 
 
 def run(work: Work, engine: InferenceEngine | None = None) -> None:
@@ -150,12 +150,6 @@ def test_call_that_runs_steps_delivers_all_deltas() -> None:
 
 
 def test_failed_step_raises_engine_dead_in_every_waiter() -> None:
-    class Broken(FakeRunner):
-        def run(
-            self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
-        ) -> dict[int, RowResult]:
-            raise RuntimeError("the model broke")
-
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
         found: list[Any] = await asyncio.gather(
             *(engine.generate([PROMPT], PARAMS) for _ in range(3)), return_exceptions=True
@@ -166,7 +160,7 @@ def test_failed_step_raises_engine_dead_in_every_waiter() -> None:
         with pytest.raises(EngineDead, match="the model broke"):
             await engine.generate([PROMPT], PARAMS)
 
-    run(work, fake_engine(runner=Broken(100, 4)))
+    run(work, fake_engine(on_step=raising(RuntimeError("the model broke"), 1)))
 
 
 def test_stop_fails_waiting_callers() -> None:
@@ -200,17 +194,16 @@ def test_start_raises_what_opening_raised() -> None:
 
 
 def test_runner_that_fails_between_steps_ends_the_engine() -> None:
-    runner = FakeRunner(100, 4)
+    inner = fake_engine()
 
-    async def main() -> None:
-        async with AsyncEngine(lambda: fake_engine(runner=runner), step_timeout=2) as engine, asyncio.timeout(60):
-            runner.failure = RuntimeError("a rank was lost")
-            while engine.failure is None:
-                await asyncio.sleep(0.01)
-            with pytest.raises(EngineDead, match="a rank was lost"):
-                await engine.generate([PROMPT], PARAMS)
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        inner.parts.runner.failure = RuntimeError("a rank was lost")
+        while engine.failure is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDead, match="a rank was lost"):
+            await engine.generate([PROMPT], PARAMS)
 
-    asyncio.run(main())
+    run(work, inner)
 
 
 def test_update_takes_what_the_engine_takes(untied: Pair, open_engine: OpenEngine, tmp_path: Path) -> None:
@@ -220,10 +213,12 @@ def test_update_takes_what_the_engine_takes(untied: Pair, open_engine: OpenEngin
             await engine.update_weights(untied.named(), on_running="abort", checksum=weights_checksum(untied.named()))
             == 2
         )
-        name = "model.norm.weight"
-        assert await engine.update_weights({name: untied.named()[name]}, partial=True, timeout=60) == 3
+        assert await engine.update_weights({NORM: untied.named()[NORM]}, partial=True, timeout=60) == 3
         assert await engine.update_weights(save_weights(untied.named(), tmp_path / "new"), version="b") == 4
         assert await engine.call(lambda inner: inner.weight_info()) == (4, "b", "idle")
+        gathered: list[int] = []
+        update = WeightUpdate(weights=untied.named(), on_gathered=lambda: gathered.append(1))
+        assert (await engine.update_weights(update), gathered) == (5, [1])
         for wrong in (untied.new, tmp_path / "none", [1]):
             with pytest.raises(WeightError):
                 await engine.update_weights(wrong)  # type: ignore[arg-type]
@@ -254,21 +249,9 @@ def test_update_from_a_silent_source_ends_at_its_timeout(untied: Pair, open_engi
     source = PausedSource(untied.named())
 
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
-        async with asyncio.timeout(30):
-            with pytest.raises(WeightError, match="were not complete within"):
-                await engine.update_weights(WeightUpdate(weights=source, timeout=0.1))
+        with pytest.raises(WeightError, match="were not complete within"):
+            await engine.update_weights(WeightUpdate(weights=source, timeout=0.1))
         source.resume.set()
-
-    run(work, open_engine(untied))
-
-
-def test_the_updates_own_callback_is_called_when_it_is_gathered(untied: Pair, open_engine: OpenEngine) -> None:
-    gathered: list[int] = []
-
-    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
-        update = WeightUpdate(weights=untied.named(), on_gathered=lambda: gathered.append(1))
-        assert await engine.update_weights(update) == 1
-        assert gathered == [1]
 
     run(work, open_engine(untied))
 
@@ -279,22 +262,14 @@ def test_drained_requests_of_a_paused_engine_end_with_what_they_have() -> None:
         waiting = asyncio.create_task(engine.generate([PROMPT], LONG, 2))
         await asyncio.sleep(0)
         engine.drain()
-        async with asyncio.timeout(30):
-            assert [sample.finish_reason for sample in await waiting] == ["abort"] * 2
+        assert [sample.finish_reason for sample in await waiting] == ["abort"] * 2
 
     run(work, fake_engine(num_blocks=30_000))
 
 
-class Slow(FakeRunner):
-    """Takes a while for a step, so that the event loop keeps up with the deltas."""
-
-    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
-        time.sleep(0.001)
-        return super().run(rows, copies, fresh)
-
-
 def slow_engine() -> InferenceEngine:
-    return fake_engine(30_000, Slow(30_000, 4))
+    """Takes a while for a step, so that the event loop keeps up with the deltas."""
+    return fake_engine(30_000, lambda number: time.sleep(0.001))
 
 
 async def started(engine: AsyncEngine[InferenceEngine], num_tokens: int) -> AsyncIterator[Delta]:
@@ -347,8 +322,7 @@ def test_a_pause_that_waits_is_overtaken(how: str) -> None:
             assert await engine.pause()
         else:
             await engine.call(lambda inner: inner.resume())
-        async with asyncio.timeout(30):
-            assert await waiting is False
+        assert await waiting is False
         await stream.aclose()  # type: ignore[attr-defined]
 
     run(work, slow_engine())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from nano_inference import (
     SamplingParams,
 )
 from nano_inference.core.admission import Limits, checked
-from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.types import TrainingSample
 from tests.models.families import VOCAB_SIZE
-from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts
+from tests.sim.fakes import Failing, fake_config, fake_parts, raising
 
 PROMPT = [5, 9, 30, 2, 44]
 LONG = SamplingParams(max_tokens=25, seed=4, ignore_eos=True)
@@ -187,29 +185,13 @@ def test_a_model_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-class FailingRunner(FakeRunner):
-    """Computes, but at one step an error comes instead of the results."""
-
-    def __init__(self, error: BaseException, at: int) -> None:
-        super().__init__(60, 4)
-        self.error, self.left = error, at
-
-    def run(
-        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
-    ) -> Mapping[int, RowResult]:  # type: ignore[override]
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-        return super().run(rows, copies, fresh)
-
-
 @pytest.mark.parametrize("at", [1, 2, 6])
 def test_ctrl_c_leaves_a_usable_engine(at: int) -> None:
     prompts = [PROMPT, [1, 2, 3, 4, 5, 6, 7]]
     expected = tokens_of(fake().generate(prompts, LONG))
-    ours = fake(runner=(runner := FailingRunner(KeyboardInterrupt(), 0)))
+    ours = fake()
     ours.generate([[1, 2, 3, 4, 5, 6, 8]], GREEDY)  # leaves a block behind of which a part will be copied
-    runner.left = at
+    ours.parts.runner.on_step = raising(KeyboardInterrupt(), ours.parts.runner.num_steps + at)
     pending = ours.add_request(prompts[1], LONG)
     with pytest.raises(KeyboardInterrupt):
         ours.generate([PROMPT], LONG)
@@ -219,7 +201,8 @@ def test_ctrl_c_leaves_a_usable_engine(at: int) -> None:
 
 def test_a_step_that_fails_raises_and_is_computed_again() -> None:
     expected = [tokens_of(fake().generate([prompt], LONG))[0] for prompt in ([1], PROMPT)]
-    ours = fake(runner=FailingRunner(RuntimeError("boom"), 3))
+    ours = fake()
+    ours.parts.runner.on_step = raising(RuntimeError("boom"), 3)
     pending = ours.add_request([1], LONG)
     with pytest.raises(RuntimeError, match="boom"):
         ours.generate([PROMPT], LONG)

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.core.step import BlockCopy, Row, RowResult
-from tests.sim.fakes import VOCAB_SIZE, FakeRunner, fake_config, fake_parts
+from tests.sim.fakes import VOCAB_SIZE, fake_config, fake_parts
 from tests.sim.versioned import content, run_to_end
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -24,9 +23,8 @@ PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
 ALL_BITS = b"\xff" * -(-VOCAB_SIZE // 8)
 
 
-def fake_engine(runner: FakeRunner | None = None) -> InferenceEngine:
-    parts = fake_parts("radix", 100, 4)
-    return InferenceEngine(fake_config(), parts=parts if runner is None else replace(parts, runner=runner))
+def fake_engine() -> InferenceEngine:
+    return InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
 
 
 def holds_nothing(engine: InferenceEngine) -> bool:
@@ -34,17 +32,15 @@ def holds_nothing(engine: InferenceEngine) -> bool:
     return not engine.has_pending() and engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
 
 
-class HeldRunner(FakeRunner):
-    """Waits inside its first step until released."""
+class Hold:
+    """An `OnStep` that waits in the first step until released."""
 
     def __init__(self) -> None:
-        super().__init__(100, 4)
         self.is_inside, self.may_leave = threading.Event(), threading.Event()
 
-    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+    def __call__(self, number: int) -> None:
         self.is_inside.set()
         self.may_leave.wait()
-        return super().run(rows, copies, fresh)
 
 
 def test_engine_takes_a_path_and_names_what_else_it_got(untied: Pair) -> None:
@@ -66,8 +62,8 @@ def test_engine_cannot_be_pickled_or_copied(use: Callable[[object], object]) -> 
 
 def test_calls_from_other_threads_raise_engine_busy() -> None:
     expected = content(fake_engine().generate([PROMPT], PARAMS))
-    runner = HeldRunner()
-    engine = fake_engine(runner)
+    engine = fake_engine()
+    engine.parts.runner.on_step = hold = Hold()
     calls: list[Callable[[], object]] = [
         lambda: engine.generate([PROMPT], PARAMS),
         lambda: engine.score(PROMPT),
@@ -81,12 +77,12 @@ def test_calls_from_other_threads_raise_engine_busy() -> None:
     ]
     with ThreadPoolExecutor(len(calls) + 1) as threads:
         running = threads.submit(engine.generate, [PROMPT], PARAMS)
-        runner.is_inside.wait()
+        hold.is_inside.wait()
         for call in calls:
             with pytest.raises(EngineBusy, match="another thread"):
                 threads.submit(call).result()
         assert engine.is_alive and engine.get_weight_version() == 0 and engine.has_pending()
-        runner.may_leave.set()
+        hold.may_leave.set()
         assert content(running.result()) == expected
     assert content(engine.generate([PROMPT], PARAMS)) == expected and holds_nothing(engine)
 
@@ -249,55 +245,40 @@ def test_stop_before_min_tokens_keeps_the_mask(tied: Pair, open_engine: OpenEngi
 
 @pytest.mark.parametrize("how", ["dropped", "closed"])
 def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
-    class Dropping(FakeRunner):
-        """Lets go of a stream in the midst of a step."""
+    engine = fake_engine()
+    streams = [engine.stream(PROMPT, replace(PARAMS, max_tokens=300))]
+    next(streams[0])
 
-        streams: list[object] = []  # noqa: RUF012
+    def let_go(number: int) -> None:
+        if how == "closed":
+            streams[0].close()
+        streams.clear()
+        gc.collect()
+        engine.parts.runner.on_step = lambda number: None
 
-        def run(
-            self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
-        ) -> dict[int, RowResult]:
-            if self.streams:
-                stream = self.streams.pop()
-                if how == "closed":
-                    stream.close()  # type: ignore[attr-defined]
-                del stream
-                gc.collect()
-            return super().run(rows, copies, fresh)
-
-    runner = Dropping(100, 4)
-    engine = fake_engine(runner)
-    long = replace(PARAMS, max_tokens=300)
-    for _ in range(30):
-        stream = engine.stream(PROMPT, long)
-        next(stream)
-        runner.streams.append(stream)
-        del stream
-        before = runner.num_computed
-        engine.generate([PROMPT], PARAMS)
-        assert holds_nothing(engine)
-        assert runner.num_computed - before < 60
+    engine.parts.runner.on_step = let_go
+    before = engine.parts.runner.num_computed
+    engine.generate([PROMPT], PARAMS)
+    assert holds_nothing(engine) and not streams
+    assert engine.parts.runner.num_computed - before < 60
 
 
 def test_refused_next_leaves_the_stream_unchanged() -> None:
-    runner = HeldRunner()
-    engine = fake_engine(runner)
-    runner.may_leave.set()
+    engine = fake_engine()
     params = replace(PARAMS, max_tokens=40)
     expected = engine.generate([PROMPT], params)[0].completion_tokens
     stream = engine.stream(PROMPT, params)
     tokens = list(next(stream).token_ids)
-    runner.may_leave.clear()
-    runner.is_inside.clear()
+    engine.parts.runner.on_step = hold = Hold()
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(engine.generate, [PROMPT], params)
-        runner.is_inside.wait()
+        hold.is_inside.wait()
         try:
             for _ in range(3):
                 with pytest.raises(EngineBusy):
                     next(stream)
         finally:
-            runner.may_leave.set()
+            hold.may_leave.set()
         running.result()
     tokens += [token for delta in stream for token in delta.token_ids]
     assert tuple(tokens) == expected

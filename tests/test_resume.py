@@ -98,6 +98,14 @@ def test_a_completed_sample_keeps_the_versions_of_its_parts(untied: Pair, open_e
     assert elsewhere.version_spans[0].label == "one"
 
 
+def test_resumed_sample_scores_only_its_prompt() -> None:
+    engine = fake()
+    params = replace(LONG, prompt_logprobs=0)
+    whole = engine.complete(interrupted(engine, params, 6), params)[0]
+    assert whole.prompt_logprobs == engine.generate([PROMPT], params)[0].prompt_logprobs
+    assert len(whole.prompt_logprobs or ()) == len(PROMPT) - 1
+
+
 def test_complete_returns_finished_samples_unchanged() -> None:
     engine = fake()
     ended = engine.generate([PROMPT], LONG)
@@ -123,6 +131,10 @@ def test_resume_rejects_invalid_partial_naming_the_field() -> None:
         ({"partial": {}}, "partial must be a TrainingSample, got dict"),
         ({"partial": ended}, "ended with a stop"),
         ({"partial": part, "num_samples": 2}, "num_samples must be 1"),
+        ({"partial": replace(part, completion_tokens=(99,) * 6)}, "outside the vocabulary of 50"),
+        ({"partial": replace(part, completion_tokens=(-1,) * 6)}, "completion_tokens"),
+        ({"partial": replace(part, mask=(2,) * 6)}, "a mask that is not 0 or 1"),
+        ({"partial": replace(part, logprobs=(float("nan"),) * 6)}, "not all finite"),
         ({"partial": part, "prompt": [1, 2]}, "its prompt_tokens differ from the prompt"),
         ({"partial": part, "sampling_params": replace(LONG, max_tokens=6)}, "has 6 tokens already, max_tokens is 6"),
         ({"partial": part, "sampling_params": replace(LONG, raw_logprobs=True)}, "has no raw_logprobs"),

@@ -35,6 +35,18 @@ def score(seen: tuple[int, ...], token: int) -> float:
 
 Drawing = Callable[[tuple[int, ...], int, int], int]
 """The type of `next_token`."""
+OnStep = Callable[[int], object]
+"""Called with the number of each step before it is computed; may wait or raise."""
+
+
+def raising(error: BaseException, at: int) -> OnStep:
+    """Return an `OnStep` that raises an error in one step."""
+
+    def on_step(number: int) -> None:
+        if number == at:
+            raise error
+
+    return on_step
 
 
 class FakeRunner:
@@ -55,6 +67,8 @@ class FakeRunner:
         self.drawing = drawing
         self.num_right = self.num_wrong = 0
         """Accepted and rejected draft tokens."""
+        self.num_steps = 0
+        self.on_step: OnStep = lambda number: None
 
     def free_cache(self) -> None:
         self.slots = []
@@ -66,6 +80,8 @@ class FakeRunner:
         self.slots = [None] * (self.num_blocks * self.block_size)
 
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        self.num_steps += 1
+        self.on_step(self.num_steps)
         size = self.block_size
         copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
         for block in fresh:  # stale contents must not be read

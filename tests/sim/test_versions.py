@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -13,7 +12,6 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.types import OnRunning, SamplingParams, TrainingSample, WeightError
 from tests.sim.fakes import Calculator, StopAfter, fake_config
 from tests.sim.versioned import (
-    Drawing,
     VersionedRunner,
     new_weights,
     next_token,
@@ -52,7 +50,6 @@ def make_world(
     *,
     guesses: bool = False,
     lookahead: int = 1,
-    make_runner: Callable[[int, int, Drawing], VersionedRunner] = VersionedRunner,
 ) -> World:
     """Any world; with `guesses`, of a model that repeats itself, and with speculation."""
     rng = random.Random(seed)
@@ -74,7 +71,7 @@ def make_world(
         ask |= {"params": params, "n": rng.randrange(1, 5)}
         arrivals.append(ask | {"program": rng.random() < 0.4, "matcher": rng.random() < 0.3})
     drawing = parrot if guesses else next_token
-    engine = versioned_engine(cache_type, num_blocks, block_size, config, drawing, lookahead, make_runner)
+    engine = versioned_engine(cache_type, num_blocks, block_size, config, drawing, lookahead)
     return World(rng, engine, arrivals)
 
 

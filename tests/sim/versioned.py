@@ -19,7 +19,7 @@ from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.families import OWN_FAMILIES, program_of
 from nano_inference.types import SamplingParams, TrainingSample
 from nano_inference.weights.sync import WeightSyncManager
-from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, StopAfter
+from tests.sim.fakes import EOS, VOCAB_SIZE, Calculator, OnStep, StopAfter
 
 Slot = tuple[int, int]
 MODEL = ModelConfig(
@@ -72,6 +72,8 @@ class VersionedRunner:
         self.version = 0
         self.oldest = 0
         self.num_mixed_reads = 0
+        self.num_steps = 0
+        self.on_step: OnStep = lambda number: None
         self._ends: dict[int, range] = {}
         """Where a row may stand after its last step: behind its own tokens and those of its guesses that were right."""
         self.restore_cache()
@@ -90,6 +92,8 @@ class VersionedRunner:
         self.slots = [None] * (self.num_blocks * self.block_size)
 
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        self.num_steps += 1
+        self.on_step(self.num_steps)
         size = self.block_size
         copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
         for block in fresh:
@@ -174,10 +178,9 @@ def versioned_engine(
     config: EngineConfig,
     drawing: Drawing = next_token,
     lookahead: int = 1,
-    make_runner: Callable[[int, int, Drawing], VersionedRunner] = VersionedRunner,
 ) -> InferenceEngine:
     """An engine on such a runner, with real (tiny) weights that can be updated."""
-    runner = make_runner(num_blocks, block_size, drawing)
+    runner = VersionedRunner(num_blocks, block_size, drawing)
     parts = EngineParts(
         runner=runner,
         kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
