@@ -19,7 +19,6 @@ from nano_inference.executors.torch.attention import (
     SdpaBackend,
     create_attention_mask,
     create_sliding_window_causal_mask,
-    pick,
 )
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.types import SamplingParams
@@ -127,33 +126,21 @@ def test_query_heads_share_the_right_kv_head(backend: Backend, num_kv_heads: int
     check(backend, DECODES + CHUNKS, num_kv_heads=num_kv_heads, ratio=ratio, window=window)
 
 
-@pytest.mark.parametrize("window", [1, 5, 17, 1000])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("window", "block_size"), [(1, 4), (5, 1), (5, 16), (17, 4), (1000, 4)])
 def test_window_masks_exactly_the_older_keys(backend: Backend, window: int, block_size: int) -> None:
     check(backend, DECODES + CHUNKS, block_size=block_size, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("softcap", [0.5, 20.0])
-def test_soft_cap_applies_before_the_mask(backend: Backend, window: int | None, softcap: float) -> None:
-    check(backend, DECODES + CHUNKS, window=window, softcap=softcap, num_kv_heads=2)
+def test_soft_cap_applies_before_the_mask(backend: Backend, window: int | None) -> None:
+    check(backend, DECODES + CHUNKS, window=window, softcap=0.5, num_kv_heads=2)
+    check(SdpaBackend(score_elements=200), CHUNKS, softcap=2.0, window=window, num_kv_heads=2)  # in pieces
 
 
 @pytest.mark.parametrize("places", [DECODES, CHUNKS, DECODES[3:4], CHUNKS[:1], CHUNKS[3:4], MANY, MANY + CHUNKS[2:4]])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 16])
 def test_every_mix_of_rows_is_exact(backend: Backend, places: tuple[Place, ...], block_size: int) -> None:
     check(backend, places, block_size=block_size, ratio=1)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_soft_capped_chunks_may_be_computed_in_pieces(window: int | None) -> None:
-    check(SdpaBackend(score_elements=200), CHUNKS, softcap=2.0, window=window, num_kv_heads=2)
-
-
-def test_a_backend_is_picked_by_name() -> None:
-    assert isinstance(pick("auto", CPU), SdpaBackend)
-    assert isinstance(pick("sdpa", CPU), SdpaBackend)
-    assert isinstance(pick("flex", CPU), FlexAttentionBackend)
 
 
 def test_masks_are_what_the_loops_say() -> None:

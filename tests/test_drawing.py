@@ -81,7 +81,10 @@ def one_of(found: Draw, place: int) -> tuple[Any, ...]:
 
 
 class LargeOperations(TorchFunctionMode):
-    """Records the names of torch's functions that read or write enough values to be divided among threads."""
+    """Records torch's functions on enough values to be divided among threads.
+
+    Those wait for each other by spinning: beside busy processes, that takes most of a step.
+    """
 
     VIEWS = frozenset({"size", "stride", "data_ptr", "__get__", "__getitem__", "numpy"})
 
@@ -96,12 +99,10 @@ class LargeOperations(TorchFunctionMode):
         return found
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_no_row_is_drawn_by_torchs_threads(name: str, sampler: KernelSampler) -> None:
-    """Torch's threads wait for each other by spinning: beside busy processes, that takes most of a step."""
-    logits_BV = randn(3, 49_152)
+def test_no_row_is_drawn_by_torchs_threads(sampler: KernelSampler) -> None:
+    logits_BV = randn(len(ALL), 49_152)
     with torch.inference_mode(), LargeOperations() as seen:
-        sampler(logits_BV, [row(number, **ALL[name]) for number in range(3)])
+        sampler(logits_BV, [row(number, **ALL[name]) for number, name in enumerate(ALL)])
     assert seen.names == []
 
 
@@ -109,11 +110,13 @@ def test_no_row_is_drawn_by_torchs_threads(name: str, sampler: KernelSampler) ->
 def test_options_are_drawn_as_the_reference_draws_them(name: str, sampler: KernelSampler) -> None:
     one = row(1, **ALL[name])
     expected = draw(randn(1, 513), [one], WholeVocabulary(kernel_normalise(the_library())))
-    assert repr(drawn(sampler, randn(1, 513), [one])) == repr(expected)
+    found = drawn(sampler, randn(1, 513), [one])
+    assert repr(found) == repr(expected)
+    assert bool(found.extras) == (one.params.raw_logprobs or one.params.sampling_mask)
 
 
 @pytest.mark.parametrize("vocab_size", [40, 513, 1300])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_row_result_does_not_depend_on_the_batch(vocab_size: int, seed: int, sampler: KernelSampler) -> None:
     rng = random.Random(seed)
     names = [rng.choice(list(ALL)) for _ in range(rng.randrange(2, 25))]
@@ -125,30 +128,6 @@ def test_row_result_does_not_depend_on_the_batch(vocab_size: int, seed: int, sam
     for i, one in enumerate(rows):
         alone = drawn(sampler, logits_BV[i : i + 1].clone(), [one])
         assert repr(one_of(together, i)) == repr(one_of(alone, 0)), (names[i], names)
-
-
-def test_rows_with_every_option_work_in_one_batch(sampler: KernelSampler) -> None:
-    names = [name for pair in zip(SPECIAL, [*PLAIN, *PLAIN], strict=False) for name in pair]
-    rows = [row(i, **ALL[name]) for i, name in enumerate(names)]
-    found = drawn(sampler, randn(len(rows), 513), rows)
-    assert len(found.extras) == len(rows)
-    for i, name in enumerate(names):
-        token, logprob, tops, extras = one_of(found, i)
-        assert len(tops) == (ALL[name].get("logprobs") or 0)
-        assert (extras.raw_logprob is not None) == (name == "raw_logprobs")
-        assert (extras.sampling_mask is not None) == (name == "sampling_mask")
-        if name == "sampling_mask":
-            assert len(extras.sampling_mask) == 7 and token in extras.sampling_mask
-        if name == "allowed":
-            assert token in (1, 4, 9, 33)
-        assert logprob <= 0
-    plain = drawn(sampler, randn(3, 513), [row(i, **PLAIN["warm"]) for i in range(3)])
-    assert plain.extras == () and plain.top_logprobs == ((), (), ())
-
-
-def test_extras_are_returned_only_on_request(sampler: KernelSampler) -> None:
-    found = drawn(sampler, randn(2, 40), [row(0), row(1, top_k=3)])
-    assert found.extras == ()
 
 
 def test_kernel_tokens_equal_torch_tokens(sampler: KernelSampler) -> None:

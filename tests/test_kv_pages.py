@@ -113,13 +113,6 @@ def test_closed_pager_starts_no_thread() -> None:
     populator.close()
 
 
-def test_no_thread_without_ranges() -> None:
-    notes = Notes()
-    Populator(0, 1000, notes).reach(0)
-    Populator(0, 0, notes).reach(500)
-    assert not notes.pieces and not notes.threads
-
-
 def make(library: Library, num_blocks: int = 8, *, eager: bool = False, block_size: int = 4) -> KernelStore:
     return KernelStore(2, num_blocks, block_size, 3, 5, library, eager=eager)
 
@@ -195,19 +188,6 @@ def test_thread_ends_with_the_store(library: Library) -> None:
     assert not thread.is_alive()
 
 
-def test_freeing_and_restoring_makes_new_memory_and_ends_the_old_thread(library: Library) -> None:
-    before = page_threads()
-    store = make(library, eager=True)
-    (first,) = page_threads() - before
-    store.cache.k.fill_(7.0)
-    num_bytes = store.num_bytes
-    store.free()
-    first.join(WAIT_S)
-    assert not first.is_alive() and store.num_bytes == 0
-    store.restore()
-    assert store.num_bytes == num_bytes and not store.cache.k.any() and not store.cache.v.any()
-
-
 @pytest.mark.parametrize("eager", [True, False])
 def test_contents_are_never_touched(library: Library, eager: bool) -> None:
     """The pages of a store that is in use, and whole pages of any other memory, brought in once more."""
@@ -230,23 +210,18 @@ def fill(store: KernelStore) -> tuple[torch.Tensor, torch.Tensor]:
     return store.cache.k.clone(), store.cache.v.clone()
 
 
-def filled(library: Library, block_size: int = 4) -> KernelStore:
-    store = make(library, block_size=block_size)
-    fill(store)
-    return store
-
-
-def views(store: KernelStore) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [N, L, K, Z, D] and values alike, copies, from the documented layout."""
-    size, total = store.block_size, 8 * store.cache.block_values
-    k = store.cache.k[:total].view(8, 2, 3, 5, size).transpose(-1, -2).clone()
-    return k, store.cache.v[:total].view(8, 2, 3, size, 5).clone()
-
-
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_copies_read_every_source_before_anything_is_written(library: Library, block_size: int) -> None:
-    store = filled(library, block_size)
-    before, slack = views(store), store.cache.k[8 * store.cache.block_values :].clone()
+    store = make(library, block_size=block_size)
+    fill(store)
+    total = 8 * store.cache.block_values
+
+    def views() -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of keys [N, L, K, Z, D] and values alike, from the documented layout."""
+        k = store.cache.k[:total].view(8, 2, 3, 5, block_size).transpose(-1, -2).clone()
+        return k, store.cache.v[:total].view(8, 2, 3, block_size, 5).clone()
+
+    before, slack = views(), store.cache.k[total:].clone()
     copies = [
         BlockCopy(0, 1, 3),
         BlockCopy(1, 2, 2),
@@ -255,10 +230,10 @@ def test_copies_read_every_source_before_anything_is_written(library: Library, b
         BlockCopy(7, 6, 1),
     ]
     store.prepare([1, 2, 0, 5, 6], copies)
-    for old, new in zip(before, views(store), strict=True):
+    for old, new in zip(before, views(), strict=True):
         right = old.clone()
         for copy in copies:
             right[copy.target, :, :, : copy.num_tokens] = old[copy.source, :, :, : copy.num_tokens]
         assert torch.equal(new, right), "the slots behind stay as they are, and so do all other blocks"
         assert not torch.equal(new, old)
-    assert torch.equal(store.cache.k[8 * store.cache.block_values :], slack)
+    assert torch.equal(store.cache.k[total:], slack)

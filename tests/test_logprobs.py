@@ -1,19 +1,15 @@
-"""Log-probabilities against float64 on large vocabularies, and who may compute a log-sum-exp at all."""
+"""Log-probabilities against float64 on large vocabularies."""
 
 from __future__ import annotations
 
-import ast
 import math
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import nano_inference
 from nano_inference import sample_with_logprobs
 from nano_inference.core.step import Row
 from nano_inference.executors.logprobs import Normaliser, normalise
@@ -21,7 +17,6 @@ from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import draw
 from tests.logit_shapes import SHAPES, shaped
 
-HOME = Path(nano_inference.__file__).parent
 VOCAB = 262_144
 
 
@@ -102,63 +97,3 @@ def test_row_with_nan_has_no_logprobs_and_leaves_others_unaffected() -> None:
     drawn = draw(logits_BV, rows)
     assert [len(tops) for tops in drawn.top_logprobs] == [0, 0, 0, 2, 2]
     assert [math.isnan(logprob) for logprob in drawn.logprobs] == [True, True, True, False, False]
-
-
-# ---- the source
-
-
-SUMS = {"log_softmax", "logsumexp", "softmax", "softmin", "logaddexp", "cross_entropy", "nll_loss", "log1p"}
-NOT_FOR_LOGPROBS = {
-    ("executors/torch/attention/sdpa.py", "softmax"),
-    ("nanochat/columns.py", "softmax"),  # weights of a draw, upstream's
-    ("nanochat/gpt.py", "cross_entropy"),  # upstream's loss
-    ("executors/sampling.py", "log_softmax"),  # weights of a draw, whose bits decide tokens
-    ("executors/sampling.py", "softmax"),
-}
-NUMERIC = ("executors/", "models/", "nanochat/")
-LOGS = {
-    ("executors/logprobs.py", "log_"),
-    ("executors/cuda/kernels/sampler.py", "log"),  # in float64; tests/cuda compares it with float64 at 512k logits
-    ("executors/cuda/kernels/select.py", "log"),  # of min_p
-    ("nanochat/columns.py", "log"),  # of uniform numbers: torch's exponential draws, which upstream uses
-}
-"""Who takes the logarithm of a tensor."""
-
-
-def called_names(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
-            yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id, node
-
-
-def test_one_function_of_torch_and_one_of_c_compute_log_sum_exps() -> None:
-    """`math.log` of one number is no sum; the modules of nanochat's own loop draw and report nothing else."""
-    sums, logs = set(), set()
-    for path in sorted(HOME.rglob("*.py")):
-        name = path.relative_to(HOME).as_posix()
-        for called, node in called_names(path):
-            if called in SUMS:
-                sums.add((name, called))
-            if (
-                called in ("log", "log_")
-                and name.startswith(NUMERIC)
-                and not ast.unparse(node.func).startswith("math.")
-            ):
-                logs.add((name, called))
-    assert sums == NOT_FOR_LOGPROBS
-    assert logs == LOGS
-    in_c = {
-        path.name for path in (HOME / "executors/cpu/c").iterdir() if re.search(r"\blog[f12p]*\(", path.read_text())
-    }
-    assert in_c == {"sample.h"}
-
-
-def test_sampling_probabilities_are_used_only_for_sampling() -> None:
-    tree = ast.parse((HOME / "executors" / "sampling.py").read_text())
-    users = {
-        function.name: sorted(ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))
-        for function in tree.body
-        if isinstance(function, ast.FunctionDef)
-    }
-    assert {name for name, found in users.items() if "_weights" in found} == {"invert_cdf"}
-    assert {name for name, found in users.items() if "torch.log_softmax" in found} == {"_weights"}

@@ -39,10 +39,12 @@ def draw_one(logits_V: Tensor, one: Row) -> Draw:
 @pytest.mark.parametrize("temperature", [0.7, 2])
 def test_draws_follow_the_softmax(temperature: float) -> None:
     logits_V = randn(24, scale=1.5)
-    rows = [row(seed=11, temperature=temperature, more={"start": i}) for i in range(40_000)]
-    tokens = draw(logits_V.expand(len(rows), -1).clone(), rows).tokens
-    found_V = torch.bincount(torch.tensor(tokens), minlength=24) / len(rows)
+    uniform_B = torch.tensor([uniform(11, 0, position) for position in range(40_000)], dtype=torch.float64)
+    token_B = invert_cdf((logits_V / temperature).expand(40_000, -1), uniform_B)
+    found_V = torch.bincount(token_B, minlength=24) / 40_000
     assert float((found_V - torch.softmax(logits_V / temperature, -1)).abs().sum() / 2) < 0.015
+    rows = [row(seed=11, temperature=temperature, more={"start": position - 1}) for position in range(50)]
+    assert draw(logits_V.expand(50, -1).clone(), rows).tokens == tuple(token_B[:50].tolist())
 
 
 def test_the_cdf_is_inverted_by_id_across_blocks_of_the_vocabulary() -> None:
