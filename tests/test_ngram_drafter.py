@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 import weakref
 from collections.abc import Sequence
 
@@ -100,22 +99,6 @@ def test_continuation_repeats_a_periodic_text(tokens: list[int], limit: int, dat
     assert continuation(place._replace(tokens=other), tokens, limit) == tuple(other[place.end : place.end + limit])
 
 
-def test_cost_per_token_does_not_depend_on_text_length() -> None:
-    reads = []
-    for size in (500, 8000):
-        rng = random.Random(1)
-        tokens = Tokens(rng.randrange(3) for _ in range(size))
-        drafter = NgramDrafter(5)
-        drafter.open(0, 0, tokens, 10)
-        drafter.draft(0)
-        tokens.num_reads = 0
-        for _ in range(100):
-            tokens.append(rng.randrange(3))
-            drafter.draft(0)
-        reads.append(tokens.num_reads)
-    assert reads[1] < 100 * 2 * (CANDIDATES * LONGEST + 10) and reads[1] < 1.5 * reads[0]
-
-
 def test_index_is_freed_with_the_last_sample_of_a_request() -> None:
     drafter = NgramDrafter(5)
     samples = [Tokens([1, 2, 3]) for _ in range(3)]
@@ -155,19 +138,6 @@ def test_samples_of_one_request_share_an_index() -> None:
     assert drafter.draft(1).tokens == (6, 5), "also after its end"
     drafter.disable(1)
     assert drafter.draft(1) == Draft()
-
-
-def test_close_indexes_the_last_tokens_of_a_sample() -> None:
-    drafter = NgramDrafter(3)
-    first, second = [1, 2, 3], [1, 2, 3]
-    drafter.open(0, 0, first, 3)
-    drafter.open(1, 0, second, 3)
-    drafter.draft(0)
-    first += [6, 7, 8, 9]
-    second += [6, 7]
-    assert drafter.draft(1).tokens == ()
-    drafter.close(0, 0)
-    assert drafter.draft(1).tokens == (8, 9)
 
 
 def test_prompt_is_indexed_once_by_any_first_sample() -> None:

@@ -46,19 +46,6 @@ def test_each_step_of_a_prefill_is_reported() -> None:
     assert again[0].prefill.num_computed == 70 and len(again) == 4
 
 
-def test_only_requests_that_ask_are_reported() -> None:
-    plain, reporting = deltas_of(engine(), replace(REQUEST, prompt=PROMPT[::-1]), REPORTING)
-    assert len(plain) == 4 and all(delta.prefill is None for delta in plain)
-    assert [one.prefill.num_computed for one in reporting if one.prefill][-1] == 70
-
-
-def test_each_sample_of_a_request_is_reported() -> None:
-    (found,) = deltas_of(engine(), replace(REPORTING, num_samples=2))
-    for index in (0, 1):
-        reports = [one.prefill for one in found if one.sample_index == index and one.prefill is not None]
-        assert reports[-1].num_computed == 70
-
-
 @pytest.mark.parametrize("length", [1, 15, 16, 17])
 def test_a_prompt_of_one_step_is_reported_with_its_first_token(length: int) -> None:
     (found,) = deltas_of(engine(), replace(REPORTING, prompt=PROMPT[:length]))
