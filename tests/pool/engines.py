@@ -30,16 +30,22 @@ def config_of(pair: Pair) -> EngineConfig:
 
 
 class Mortal(InferenceEngine):
-    """An engine that fails after `steps_left` turns of its thread, once that is set."""
+    """An engine that fails or pauses after some turns of its thread, once that is set."""
 
-    steps_left: int | None = None
+    steps_left: int | None = None  # until it fails
+    steps_to_pause: int | None = None  # that sample a token
 
     def tick(self) -> StepResult:
         if self.steps_left is not None:
             self.steps_left -= 1
             if self.steps_left < 0:
                 raise RuntimeError("killed by the test")
-        return super().tick()
+        result = super().tick()
+        if self.steps_to_pause is not None and result.stats.num_sampled:
+            self.steps_to_pause -= 1
+            if self.steps_to_pause == 0:
+                self.pause("keep")
+        return result
 
 
 class Engines:

@@ -27,30 +27,23 @@ def kill_engine(engines: Engines, index: int) -> None:
     engines.opened[index][-1].steps_left = 0
 
 
-class Losing(LocalWorker):
-    """A worker that has an accident at its first commit."""
-
-    def __init__(self, fleet: LosingFleet, index: int) -> None:
-        super().__init__(f"worker {index}", lambda: fleet.engines.open(index))
-        self._fleet, self._index = fleet, index
-
-    async def commit(self) -> int:
-        if self._index in self._fleet.lost:
-            self._fleet.lost.remove(self._index)
-            self._fleet.accident(self._fleet.engines, self._index)
-        return await super().commit()
-
-
 class LosingFleet(LocalFleet):
-    """A fleet in which the workers of `lost` have an accident at a commit."""
+    """A fleet in which the workers of `lost` have an accident at their first commit."""
 
-    def __init__(self, engines: Engines, accident: Callable[[Engines, int], None], lost: set[int]) -> None:
-        super().__init__(engines.open, 2)
-        self.engines, self.accident, self.lost = engines, accident, lost
+    accident: Callable[[int], None]
+    lost: set[int]
 
     async def open(self, index: int) -> LocalWorker:
-        worker = Losing(self, index)
-        await worker.open()
+        worker = await super().open(index)
+        commit = worker.commit
+
+        async def lose() -> int:
+            if index in self.lost:
+                self.lost.remove(index)
+                self.accident(index)
+            return await commit()
+
+        worker.commit = lose  # type: ignore[method-assign]
         return worker
 
 
@@ -63,7 +56,9 @@ def test_worker_lost_at_its_commit_is_replaced_and_gets_the_new_weights(
     accident: Callable[[Engines, int], None], lost: set[int], blocking: bool, untied: Pair
 ) -> None:
     engines = Engines(untied)
-    with RolloutPool(LosingFleet(engines, accident, set(lost)), seed=SEED) as pool:
+    fleet = LosingFleet(engines.open, 2)
+    fleet.accident, fleet.lost = lambda index: accident(engines, index), set(lost)
+    with RolloutPool(fleet, seed=SEED) as pool:
         assert pool.update_weights(untied.named(), blocking=blocking, version="new") == 1
         assert pool.finish_update() == 1 and pool.weight_info() == (1, "new", "idle")
         assert pool.num_replaced == len(lost)
@@ -75,27 +70,20 @@ def test_worker_lost_at_its_commit_is_replaced_and_gets_the_new_weights(
         assert all(one.num_computed for one in pool.facts().values())
 
 
-class Recording(LocalWorker):
-    """A worker that records the number of tensors of each update that it stages."""
+class RecordingFleet(LocalFleet):
+    """A fleet of one worker; `staged` is the number of tensors of each update that the latest one has staged."""
 
     staged: list[int]
 
-    async def stage(self, update: WeightUpdate) -> int:
-        self.staged.append(0 if isinstance(update.weights, Path) else len(update.weights))
-        return await super().stage(update)
-
-
-class RecordingFleet(LocalFleet):
-    """A fleet of one worker; `staged` is what the latest one has staged."""
-
-    def __init__(self, engines: Engines) -> None:
-        super().__init__(engines.open, 1)
-        self.engines = engines
-
     async def open(self, index: int) -> LocalWorker:
-        worker = Recording(f"worker {index}", lambda: self.engines.open(index))
-        worker.staged = self.staged = []
-        await worker.open()
+        worker = await super().open(index)
+        stage, self.staged = worker.stage, []
+
+        async def record(update: WeightUpdate) -> int:
+            self.staged.append(0 if isinstance(update.weights, Path) else len(update.weights))
+            return await stage(update)
+
+        worker.stage = record  # type: ignore[method-assign]
         return worker
 
 
@@ -124,7 +112,7 @@ def test_replacement_replays_the_latest_value_of_each_tensor(
     directories = {"a": save_weights({A: named[A]}, tmp_path / "a")}
     directories["ab"] = save_weights({A: named[A] * 2, B: named[B]}, tmp_path / "ab")
     engines = Engines(untied)
-    fleet = RecordingFleet(engines)
+    fleet = RecordingFleet(engines.open, 1)
     with RolloutPool(fleet, seed=SEED) as pool, InferenceEngine(config_of(untied)) as single:
         for number, names in enumerate(updates, 1):
             tensors = {name: named[name] * number for name in (named if names is None else names) if name in named}

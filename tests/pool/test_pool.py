@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from nano_inference import (
     BadRequest,
@@ -21,7 +21,6 @@ from nano_inference import (
     UpdateBusy,
     WeightError,
     save_weights,
-    weights_checksum,
 )
 from nano_inference.rl.pool.local import LocalFleet, LocalWorker
 from nano_inference.weights.updates import WeightUpdate
@@ -47,10 +46,6 @@ def single(untied: Pair) -> Iterator[InferenceEngine]:
         yield engine
 
 
-def num_used(pool: RolloutPool) -> int:
-    return sum(one.num_computed > 0 for one in pool.facts().values())
-
-
 def test_samples_equal_one_engine(pool: RolloutPool, single: InferenceEngine) -> None:
     for num_samples in (1, 3):
         assert facts(pool.generate(PROMPTS, PARAMS, num_samples)) == facts(
@@ -59,7 +54,7 @@ def test_samples_equal_one_engine(pool: RolloutPool, single: InferenceEngine) ->
     own = [SamplingParams(max_tokens=5 + n, temperature=0.5 * (n % 3), seed=n, logprobs=2) for n in range(8)]
     mine, expected = pool.generate(PROMPTS, own), single.generate(PROMPTS, own)
     assert facts(mine) == facts(expected) and [s.top_logprobs for s in mine] == [s.top_logprobs for s in expected]
-    assert num_used(pool) == 2
+    assert all(one.num_computed for one in pool.facts().values())
     assert {sample.lineage for sample in mine} == {pool.lineage}
 
 
@@ -100,9 +95,12 @@ def test_samples_equal_one_engine_through_updates(
     old = facts(pool.generate(PROMPTS, PARAMS, 2))
     assert old == facts(single.generate(PROMPTS, PARAMS, 2))
     save_weights(untied.old.named_parameters(), tmp_path / "old")
-    sources = [untied.named(), tmp_path / "old", transient(untied.named())]
+    changed = {name: tensor.clone() for name, tensor in untied.named().items()}
+    sources = [changed, tmp_path / "old", transient(untied.named())]
     for number, source in enumerate(sources, start=1):
-        assert pool.update_weights(source, blocking=number != 3, version=f"step-{number}") == number
+        assert pool.update_weights(source, blocking=number == 2, version=f"step-{number}") == number
+        for tensor in changed.values():  # the pool has a snapshot
+            tensor.zero_()
         assert pool.finish_update() == pool.get_weight_version() == number
         assert pool.weight_info() == (number, f"step-{number}", "idle")
         weights = untied.named() if number != 2 else dict(untied.old.named_parameters())
@@ -113,62 +111,40 @@ def test_samples_equal_one_engine_through_updates(
         assert {sample.weight_version for sample in mine} == {number}
 
 
-def test_snapshot_of_an_update_does_not_follow_the_trainers_tensors(pool: RolloutPool, untied: Pair) -> None:
-    named = {name: tensor.clone() for name, tensor in untied.named().items()}
-    pool.update_weights(named, blocking=False)
-    for tensor in named.values():
-        tensor.zero_()
-    pool.finish_update()
-    assert pool.weights_checksum() == weights_checksum(untied.named().items())
-
-
-class Choosy(LocalWorker):
-    """A worker that rejects updates while its fleet is broken."""
-
-    def __init__(self, fleet: OneSided, index: int) -> None:
-        super().__init__(f"worker {index}", lambda: fleet.engines.open(index))
-        self._fleet, self._index = fleet, index
-
-    async def stage(self, update: WeightUpdate) -> int:
-        if self._fleet.is_broken and self._index == 1:
-            raise WeightError("q_proj.weight: holds NaN or infinity")
-        return await super().stage(update)
-
-
 class OneSided(LocalFleet):
     """A fleet whose worker 1 rejects updates while it is broken."""
 
     is_broken = False
 
-    def __init__(self, engines: Engines) -> None:
-        super().__init__(engines.open, 2)
-        self.engines = engines
-
     async def open(self, index: int) -> LocalWorker:
-        worker = Choosy(self, index)
-        await worker.open()
+        worker = await super().open(index)
+        stage = worker.stage
+
+        async def refuse(update: WeightUpdate) -> int:
+            if self.is_broken and index == 1:
+                raise WeightError("q_proj.weight: holds NaN or infinity")
+            return await stage(update)
+
+        worker.stage = refuse  # type: ignore[method-assign]
         return worker
 
 
 def test_failure_of_one_worker_leaves_all_on_the_old_weights(
     engines: Engines, single: InferenceEngine, untied: Pair
 ) -> None:
-    fleet = OneSided(engines)
+    fleet = OneSided(engines.open, 2)
     with RolloutPool(fleet, seed=SEED) as pool:
         old = pool.weights_checksum()
-        for blocking in (True, False):
-            fleet.is_broken = True
-            message = r"worker 1: q_proj\.weight: holds NaN or infinity; all workers keep version 0"
-            with pytest.raises(WeightError, match=message):
-                pool.update_weights(untied.named(), blocking=blocking)
-                pool.finish_update()
-            assert pool.weights_checksum() == old and pool.weight_info() == (0, None, "idle")
-            assert [one.version for one in pool.facts().values()] == [0, 0]
+        fleet.is_broken = True
+        message = r"worker 1: q_proj\.weight: holds NaN or infinity; all workers keep version 0"
+        with pytest.raises(WeightError, match=message):
+            pool.update_weights(untied.named())
+            pool.finish_update()
+        assert pool.weights_checksum() == old and pool.weight_info() == (0, None, "idle")
+        assert [one.version for one in pool.facts().values()] == [0, 0]
         assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
         fleet.is_broken = False
         assert pool.update_weights(untied.named(), blocking=True, version=7) == 1
-        single.update_weights(untied.named(), blocking=True, version=7)
-        assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
 
 
 def test_rejected_updates_change_nothing(pool: RolloutPool, untied: Pair) -> None:
@@ -206,16 +182,33 @@ def test_worker_that_dies_is_replaced_and_samples_stay_equal(
     assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
 
 
+def test_update_that_a_dead_worker_misses_is_refused_and_the_worker_replaced(
+    pool: RolloutPool, engines: Engines, untied: Pair
+) -> None:
+    engines.opened[1][-1].steps_left = 0
+    with pytest.raises(WeightError, match=r"worker 1: .*; all workers keep version 0"):
+        pool.update_weights(untied.named(), blocking=True)
+    assert pool.num_replaced == 1
+    engines.opened[0][-1].steps_to_pause = 5
+    stream = pool.stream(PROMPTS[0], LONG)
+    next(stream)
+    assert pool.update_weights(untied.named(), version="new") == 1  # while a request runs
+    assert pool.finish_update() == 1 and [one.version for one in pool.facts().values()] == [1, 1]
+    pool.resume()
+    sample = [delta.sample for delta in stream][-1]
+    assert sample is not None and sample.token_versions[0] == 0 and sample.token_versions[-1] == 1
+    assert sample.version_labels == {1: "new"}
+
+
 def kill_busy(pool: RolloutPool, engines: Engines) -> None:
-    """Kill the one worker that has computed something, at its next step."""
-    pool.pause("keep")
-    busy = next(i for i, one in enumerate(pool.facts().values()) if one.num_computed)
-    engines.opened[busy][-1].steps_left = 2
+    """Kill the worker that has paused, at its next step but one."""
+    engines.opened[0][-1].steps_left = 2
     pool.resume()
 
 
 def test_stream_continues_on_another_worker(pool: RolloutPool, engines: Engines, single: InferenceEngine) -> None:
     expected = list(single.stream(PROMPTS[0], LONG))
+    engines.opened[0][-1].steps_to_pause = 6
     stream = pool.stream(PROMPTS[0], LONG)
     deltas = [next(stream) for _ in range(5)]
     kill_busy(pool, engines)
@@ -229,9 +222,9 @@ def test_stream_continues_on_another_worker(pool: RolloutPool, engines: Engines,
 def test_stream_ends_with_an_error_if_the_weights_changed_before_the_death(
     pool: RolloutPool, engines: Engines, untied: Pair
 ) -> None:
+    engines.opened[0][-1].steps_to_pause = 6
     stream = pool.stream(PROMPTS[0], LONG)
-    for _ in range(5):
-        next(stream)
+    next(stream)
     pool.update_weights(untied.named(), blocking=True)
     kill_busy(pool, engines)
     with pytest.raises(EngineDead, match="its worker died and the weights have changed since"):
@@ -239,34 +232,23 @@ def test_stream_ends_with_an_error_if_the_weights_changed_before_the_death(
     assert pool.num_replaced == 1
 
 
-def test_abort_returns_unfinished_samples_and_later_ones_stay_equal(pool: RolloutPool, single: InferenceEngine) -> None:
+def test_abort_returns_unfinished_samples_and_later_ones_stay_equal(
+    pool: RolloutPool, single: InferenceEngine, engines: Engines
+) -> None:
     expected = single.generate(PROMPTS[:2], LONG)
+    engines.opened[0][-1].steps_to_pause = 9
     with ThreadPoolExecutor(1) as threads:
         stream = pool.stream(PROMPTS[0], LONG)
         first = next(stream)
         waiting = threads.submit(lambda: pool.generate(PROMPTS[1:2], LONG))
         pool.abort([first.request_id, 99])
+        pool.resume()
         deltas = [first, *stream]
         cut = deltas[-1].sample
         assert cut is not None and cut.finish_reason == "abort" and len(cut.completion_tokens) < 600
         assert cut.completion_tokens == expected[0].completion_tokens[: len(cut.completion_tokens)] != ()
         assert facts(waiting.result(60)) == facts(expected[1:])
     assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
-
-
-def test_update_does_not_wait_for_a_generate(pool: RolloutPool, untied: Pair) -> None:
-    with ThreadPoolExecutor(1) as threads:
-        stream = pool.stream(PROMPTS[0], LONG)
-        next(stream)
-        waiting = threads.submit(lambda: pool.generate(PROMPTS[1:], LONG))
-        assert pool.update_weights(untied.named(), version="new") == 1
-        with pytest.raises(UpdateBusy, match="an update of the pool is in progress"):
-            pool.update_weights(untied.named())
-        assert pool.finish_update() == 1
-        sample = [delta.sample for delta in stream][-1]
-        assert sample is not None and sample.token_versions[0] == 0 and sample.token_versions[-1] == 1
-        assert sample.version_labels == {1: "new"}
-        waiting.result(60)
 
 
 def test_paused_pool_keeps_requests_until_resumed(pool: RolloutPool, single: InferenceEngine, engines: Engines) -> None:
@@ -319,7 +301,10 @@ def test_a_place_that_could_not_be_filled_is_tried_again(
     def open_engine(index: int) -> InferenceEngine:
         if index in engines.opened and (failure := next(failures, None)) is not None:
             raise failure
-        return engines.open(index)
+        engine = engines.open(index)
+        if len(engines.opened[index]) > 1:
+            engine.pause("keep")  # as a server that was paused before it came back
+        return engine
 
     fleet = LocalFleet(open_engine, 2)
     fleet.retry_s = 0.05
@@ -333,32 +318,6 @@ def test_a_place_that_could_not_be_filled_is_tried_again(
         assert pool.weights_checksum() == single.weights_checksum()
         assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
         assert all(one.num_computed for one in pool.facts().values())
-
-
-def test_a_worker_that_was_paused_before_it_came_back_is_resumed(engines: Engines, single: InferenceEngine) -> None:
-    def open_engine(index: int) -> InferenceEngine:
-        is_new = index not in engines.opened
-        engine = engines.open(index)
-        if not is_new:
-            engine.pause("keep")
-        return engine
-
-    with RolloutPool(LocalFleet(open_engine, 1), seed=SEED) as pool, ThreadPoolExecutor(1) as threads:
-        engines.opened[0][-1].steps_left = 0
-        samples = threads.submit(lambda: pool.generate(PROMPTS, PARAMS))
-        try:
-            assert facts(samples.result(30)) == facts(single.generate(PROMPTS, PARAMS))
-        finally:
-            pool.resume()
-
-
-def test_an_update_replaces_workers_that_are_gone(pool: RolloutPool, engines: Engines, untied: Pair) -> None:
-    engines.opened[1][-1].steps_left = 0
-    with pytest.raises(WeightError, match=r"worker 1: .*; all workers keep version 0"):
-        pool.update_weights(untied.named(), blocking=True)
-    assert pool.num_replaced == 1
-    assert pool.update_weights(untied.named(), blocking=True) == 1
-    assert [one.version for one in pool.facts().values()] == [1, 1]
 
 
 def test_requests_wait_while_the_only_worker_is_replaced(engines: Engines, single: InferenceEngine) -> None:
@@ -379,19 +338,40 @@ def test_requests_wait_while_the_only_worker_is_replaced(engines: Engines, singl
         assert facts(first.result(60)) + facts(second.result(60)) == facts(single.generate(PROMPTS, PARAMS))
 
 
-def test_shut_down_pool_refuses_calls(engines: Engines) -> None:
+def test_shut_down_pool_refuses_calls_and_failed_opening_leaves_no_thread(engines: Engines) -> None:
     pool = RolloutPool(engines.fleet(1), seed=SEED)
     pool.shutdown()
     pool.shutdown()
     with pytest.raises(EngineDead, match="the pool was shut down"):
         pool.generate(PROMPTS, PARAMS)
-    assert not any(one.name == "pool" for one in threading.enumerate())
 
-
-def test_error_of_opening_a_worker_is_raised(untied: Pair) -> None:
     def fail(index: int) -> InferenceEngine:
         raise RuntimeError(f"no memory for engine {index}")
 
     with pytest.raises(RuntimeError, match="no memory for engine 0"):
         RolloutPool(LocalFleet(fail, 2))
-    assert torch.get_num_threads() == 1
+    assert not any(one.name == "pool" for one in threading.enumerate())
+
+
+def test_second_update_is_refused_while_one_is_gathered_and_the_first_can_be_cancelled(
+    engines: Engines, untied: Pair
+) -> None:
+    class Waiting(LocalFleet):
+        """Workers that gather no update."""
+
+        async def open(self, index: int) -> LocalWorker:
+            worker = await super().open(index)
+            worker.stage = wait_forever  # type: ignore[method-assign]
+            return worker
+
+    async def wait_forever(update: WeightUpdate) -> int:
+        return int(await asyncio.Event().wait())
+
+    with RolloutPool(Waiting(engines.open, 2), seed=SEED) as pool:
+        assert pool.update_weights(untied.named()) == 1
+        with pytest.raises(UpdateBusy, match="an update of the pool is in progress"):
+            pool.update_weights(untied.named())
+        with pytest.raises(TimeoutError, match="still being gathered"):
+            pool.finish_update(timeout=0.01)
+        assert pool.weight_info().update == "staging" and pool.cancel_update() and not pool.cancel_update()
+        assert pool.weight_info() == (0, None, "idle")

@@ -19,6 +19,9 @@ def test_equal_prompts_go_to_one_worker_and_others_to_the_lightest() -> None:
     homes = [router.place(prompt(seed, 5), 10) for seed in range(4)]
     assert homes == [0, 1, 2, 3]
     assert [router.place(prompt(seed, 5), 10) for seed in range(4)] == homes
+    assert router.place(prompt(0, 5), 5, avoid={0}) != 0
+    with pytest.raises(ValueError, match="no workers"):
+        router.place([1, 2], 5, avoid={0, 1, 2, 3})
 
 
 def test_the_longest_known_prefix_decides() -> None:
@@ -31,22 +34,9 @@ def test_the_longest_known_prefix_decides() -> None:
     router.add(0)
     assert router.place(common + second + [5], 1) == 1
     assert router.place(common + first + [5], 1) == 0
-
-
-def test_a_text_is_routed_by_its_bytes() -> None:
-    router = PrefixRouter(2, imbalance=100)
+    texts = PrefixRouter(2, imbalance=100)  # routed by their bytes
     text = bytes(range(200)) * 2
-    assert router.place(text + b"a", 1) == 0
-    assert router.place(b"another", 1) == 1
-    assert router.place(text + b"b", 1) == 0
-
-
-def test_avoided_workers_are_not_chosen() -> None:
-    router = PrefixRouter(3, imbalance=100)
-    assert router.place([1, 2], 5) == 0
-    assert router.place([1, 2], 5, avoid={0}) == 1
-    with pytest.raises(ValueError, match="no workers"):
-        router.place([1, 2], 5, avoid={0, 1, 2})
+    assert [texts.place(one, 1) for one in (text + b"a", b"another", text + b"b")] == [0, 1, 0]
 
 
 def test_turns_of_a_session_stay_together() -> None:
@@ -63,15 +53,6 @@ def test_an_overloaded_home_is_left() -> None:
     homes = [router.place([1, 2, 3], 10) for _ in range(40)]
     assert set(homes) == {0, 1}
     assert max(router.loads.values()) <= 1.25 * min(router.loads.values()) + 20
-
-
-def test_finished_work_frees_a_worker() -> None:
-    router = PrefixRouter(2)
-    for _ in range(20):
-        home = router.place([1, 2, 3], 10)
-        router.finish(home, 10)
-        assert home == 0
-    assert router.loads == {0: 0, 1: 0}
 
 
 def test_a_removed_worker_gets_nothing() -> None:
