@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.core.appending import advance
@@ -25,9 +24,9 @@ from nano_inference.executors.cpu.drawing import kernel_normalise
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.step import score_rows
-from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan, spans_of
+from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan
 from tests.draws import draw
-from tests.models.families import VOCAB_SIZE, make_model, reference_logprobs
+from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, fake_config, fake_parts
 from tests.test_sampling import draw_one, naive_support, randn, row
 
@@ -63,27 +62,11 @@ def test_version_spans_are_the_longest_runs_and_carry_the_labels() -> None:
     )
     assert dict(one.version_labels) == {3: "step-3", 8: 80}, "only versions that occur"
     assert sample().version_spans == () and sample((2,)).version_spans == (VersionSpan(2, 0, 1, None),)
-
-
-def test_spans_of_an_unfinished_sample() -> None:
-    """Deltas report versions before the sample ends."""
-    assert spans_of(iter([4, 4, 2]), {2: "two", 9: "never used"}) == (
-        VersionSpan(4, 0, 2, None),
-        VersionSpan(2, 2, 3, "two"),
-    )
-    assert spans_of((), {4: "four"}) == ()
-
-
-def test_the_json_form_holds_spans_and_leaves_out_missing_labels() -> None:
-    out = sample((3, 3, 4), version_labels={3: "step-3"}).to_dict()
-    assert out["weight_versions"] == [
-        {"version": 3, "start": 0, "end": 2, "label": "step-3"},
-        {"version": 4, "start": 2, "end": 3},
+    assert one.to_dict()["weight_versions"][:2] == [
+        {"version": 3, "start": 0, "end": 3, "label": "step-3"},
+        {"version": 5, "start": 3, "end": 4},
     ]
-    assert not {"token_versions", "version_labels"} & out.keys()
-    assert sample((0,), version_labels={0: 0}).to_dict()["weight_versions"] == [
-        {"version": 0, "start": 0, "end": 1, "label": 0}
-    ]
+    assert not {"token_versions", "version_labels"} & one.to_dict().keys()
 
 
 def test_versions_and_labels_survive_every_trip_exactly() -> None:
@@ -98,11 +81,7 @@ def test_versions_and_labels_survive_every_trip_exactly() -> None:
             assert {v: (type(x), x) for v, x in other.version_labels.items()} == {
                 v: (type(labels[v]), labels[v]) for v in versions if v in labels
             }
-
-
-def test_equality_compares_labels() -> None:
     assert sample((1,), version_labels={1: "a"}) != sample((1,), version_labels={1: "b"})
-    assert sample((1,), version_labels={1: "a", 2: "b"}) == sample((1,), version_labels={1: "a"})
 
 
 def test_plain_token_versions_are_read_too() -> None:
@@ -218,10 +197,6 @@ def test_unrequested_fields_are_not_stored() -> None:
         advance(sequence(raw_logprobs=True), 7, -0.5, (), 0)
 
 
-def test_a_request_s_mode_outranks_the_engine_s() -> None:
-    assert sequence(logprobs_mode="raw").logprobs_mode == "raw" and sequence().logprobs_mode == "tempered"
-
-
 def test_nonfinite_scores_abort_the_sample() -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=1)
     request = EngineRequest(prompt=(1, 2, 3, 4), params=params, num_samples=2)
@@ -288,6 +263,7 @@ CUTS: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": range(25), "top_p": 0.6, "min_p": 0.02},
     {"top_k": 1},
     {"top_p": 1e-9},
+    {},
 )
 
 
@@ -305,7 +281,7 @@ def test_a_trainer_gets_the_logprobs_from_the_mask(params: dict[str, Any], tempe
     kept = {i for i in range(40) if not is_masked or (0b10110111 >> i % 8 & 1 and i not in (0, 9))}
     kept &= set(params.get("allowed_token_ids", kept))
     cut = (params.get("top_k", 0), params.get("top_p", 1), params.get("min_p", 0)) if temperature else (0, 1, 0)
-    for seed in range(12):
+    for seed in range(6):
         logits_V = randn(40, seed=seed)
         tempered_V = logits_V / (temperature or 1)
         one = row(seed, sampling_mask=True, temperature=temperature, more=more, **params)
@@ -316,26 +292,6 @@ def test_a_trainer_gets_the_logprobs_from_the_mask(params: dict[str, Any], tempe
         assert drawn.tokens[0] in expected and drawn.extras[0].raw_logprob is None
         trainer_V = torch.log_softmax(tempered_V, -1)
         assert drawn.logprobs[0] == pytest.approx(renormalised(trainer_V, ids, drawn.tokens[0]), abs=3e-6)
-
-
-def test_sampling_mask_is_none_without_truncation() -> None:
-    for params in ({}, {"temperature": 0}, {"temperature": 0, "top_k": 3}, {"top_k": 30}, {"min_p": 1e-30}):
-        assert draw_one(randn(30), row(sampling_mask=True, **params)).extras == (DrawExtras(None, None),)
-    assert draw_one(randn(30), row(sampling_mask=True, logit_bias={1: -1e6})).extras[0].sampling_mask is None
-    everything = {"mask": b"\xff" * 4}
-    assert draw_one(randn(30), row(sampling_mask=True, more=everything)).extras[0].sampling_mask is None
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_sampling_mask_reflects_every_exclusion(temperature: float) -> None:
-    ways: tuple[tuple[dict[str, Any], dict[str, Any], set[int]], ...] = (
-        ({}, {"banned": (2, 5)}, {0, 1, 3, 4, 6, 7}),
-        ({}, {"mask": bytes([0b01101111])}, {0, 1, 2, 3, 5, 6}),
-        ({"allowed_token_ids": [6, 1]}, {}, {1, 6}),
-    )
-    for params, more, expected in ways:
-        drawn = draw_one(randn(8), row(sampling_mask=True, temperature=temperature, more=more, **params))
-        assert drawn.extras[0].sampling_mask == tuple(sorted(expected))
 
 
 def test_each_row_gets_its_requested_extras() -> None:
@@ -350,34 +306,6 @@ def test_each_row_gets_its_requested_extras() -> None:
         assert (together.extras[i].raw_logprob is not None) == one.params.raw_logprobs
         assert (together.extras[i].sampling_mask is not None) == one.params.sampling_mask
         assert (together.tokens[i], together.logprobs[i]) == (alone.tokens[0], alone.logprobs[0])
-
-
-class Watch(TorchDispatchMode):
-    """Notes the name of every operation and the shape of what it makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.names.append(str(func))
-        self.shapes += [
-            tuple(x.shape) for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor)
-        ]
-        return out
-
-
-def test_unrequested_fields_are_not_computed() -> None:
-    def names(**asked: bool) -> list[str]:
-        with Watch() as watch:
-            draw(randn(3, 40), [row(i, top_k=4, **asked) for i in range(3)])
-        return watch.names
-
-    plain = names()
-    assert sum("log_softmax" in name for name in plain) == 1 and not any("nonzero" in name for name in plain)
-    assert len(names(raw_logprobs=True)) > len(plain) < len(names(sampling_mask=True))
 
 
 # ---- finite always
@@ -430,21 +358,7 @@ def executor_of(engine: InferenceEngine) -> CpuExecutor:
     return engine.parts.executor
 
 
-class CountedHead:
-    """A forward pass whose head notes how many targets each call has."""
-
-    def __init__(self, inner: CpuExecutor) -> None:
-        self.program, self.device = inner.program, inner.device
-        self.calls: list[int] = []
-        self._inner = inner
-
-    def logits(self, hidden_SE: Tensor) -> Tensor:
-        self.calls.append(hidden_SE.size(0))
-        return self._inner.logits(hidden_SE)
-
-
 def test_packed_scores_equal_separate_ones(ours: InferenceEngine) -> None:
-    """Nothing larger than twice the limit is made, and the head is called as seldom as it allows."""
     executor = executor_of(ours)
     vocabulary = WholeVocabulary(kernel_normalise(executor.library))
     hidden_TE = randn(120, 48)
@@ -454,15 +368,22 @@ def test_packed_scores_equal_separate_ones(ours: InferenceEngine) -> None:
         rows.append(row(i, mode=MODES[i % 3], **params))
         found[i] = Scored(range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size)))
         start += size + i % 2
-    total = sum(len(known.targets) for known in found.values())
     for width in (1, 2, 13, 64, 1000):
-        head: Any = CountedHead(executor)
-        with torch.inference_mode(), Watch() as watch:
-            scores = score_rows(head, rows, found, hidden_TE, vocabulary, width * VOCAB_SIZE)
-        assert list(scores) == list(range(8))
-        assert sum(head.calls) == total and max(head.calls) == min(width, total)
-        assert len(head.calls) == -(-total // width)
-        assert max(math.prod(shape) for shape in watch.shapes) <= 2 * max(width * VOCAB_SIZE, hidden_TE.numel())
+        calls: list[int] = []
+
+        class Counted:
+            """A forward pass whose head notes how many targets each call has."""
+
+            program, device = executor.program, executor.device
+
+            def logits(self, hidden_SE: Tensor, calls: list[int] = calls) -> Tensor:
+                calls.append(hidden_SE.size(0))
+                return executor.logits(hidden_SE)
+
+        with torch.inference_mode():
+            scores = score_rows(Counted(), rows, found, hidden_TE, vocabulary, width * VOCAB_SIZE)  # type: ignore[arg-type]
+        assert list(scores) == list(range(8)) and max(calls) == min(width, sum(calls))
+        assert sum(calls) == sum(len(known.targets) for known in found.values())
         for index, known in found.items():
             check_scored(scores[index], rows[index], known, executor, hidden_TE)
     assert score_rows(executor, rows, {}, hidden_TE, vocabulary) == {}
@@ -496,41 +417,7 @@ def test_prompt_token_of_probability_zero_has_a_finite_logprob(ours: InferenceEn
     assert through_json(one) == one
 
 
-def test_scores_of_many_sequences_equal_those_of_each_alone(ours: InferenceEngine) -> None:
-    rng = random.Random(2)
-    texts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(2, 8))] for _ in range(40)]
-    texts.insert(17, [rng.randrange(VOCAB_SIZE) for _ in range(700)])
-    expected = [ours.score(ids) for ids in texts]
-    ours.flush_cache()
-    for mine, alone in zip(ours.score(texts), expected, strict=True):
-        assert mine == pytest.approx(alone, abs=1e-5)
-
-
 # ---- through the engine
-
-
-@pytest.mark.parametrize("temperature", [0, 0.7, 1])
-@pytest.mark.parametrize(
-    "params", [{"top_k": 6}, {"top_p": 0.8, "min_p": 0.02}, {"allowed_token_ids": range(0, 90, 7)}]
-)
-def test_a_trainer_recomputes_what_an_engine_reports(
-    ours: InferenceEngine, tiny: tuple[Path, Any], temperature: float, params: dict[str, Any]
-) -> None:
-    asked = SamplingParams(
-        temperature=temperature, max_tokens=12, seed=3, raw_logprobs=True, sampling_mask=True, **params
-    )
-    for one in ours.generate([PROMPT], asked, 2):
-        table = reference_logprobs(tiny[1], [*PROMPT, *one.completion_tokens])[len(PROMPT) - 1 :]
-        tempered = torch.log_softmax(table / (temperature or 1), -1)
-        assert one.raw_logprobs is not None and one.sampling_masks is not None
-        assert len(one.completion_tokens) == 12
-        is_cut = temperature > 0 or "allowed_token_ids" in params
-        for i, token in enumerate(one.completion_tokens):
-            ids = one.sampling_masks[i]
-            assert (ids is not None) == is_cut
-            assert one.logprobs[i] == pytest.approx(renormalised(tempered[i], ids, token), abs=1e-4)
-            assert one.raw_logprobs[i] == pytest.approx(float(table[i, token]), abs=1e-4)
-        assert through_json(one) == one
 
 
 def test_deltas_report_version_and_extras_of_every_token() -> None:
@@ -558,12 +445,3 @@ def test_a_sample_names_the_mode_of_its_logprobs(mode: LogprobsMode) -> None:
     other: LogprobsMode = "raw" if mode == "processed" else "processed"
     params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, logprobs_mode=other)]
     assert [one.logprobs_mode for one in engine.generate([PROMPT, PROMPT], params)] == [mode, other]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_engine_s_mode_is_the_one_that_is_computed(mode: LogprobsMode, tiny: tuple[Path, Any]) -> None:
-    config = EngineConfig(model_path=str(tiny[0]), device="cpu", kv_cache_bytes=1 << 20, logprobs_mode=mode)
-    with InferenceEngine(config) as engine:
-        (one,) = engine.generate([PROMPT], SamplingParams(max_tokens=6, seed=1, temperature=0.5, raw_logprobs=True))
-    assert one.logprobs_mode == mode and len(one.logprobs) == 6
-    assert (one.logprobs == one.raw_logprobs) == (mode == "raw")
