@@ -12,7 +12,7 @@ import platform
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -248,6 +248,7 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
     from huggingface_hub import constants
 
     kernels = kernels_here()
+    found = {one.name.lower().replace("_", "-"): one.version for one in distributions() if one.name}
     entries, own = list_models(cache), default_file(os.environ)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -266,7 +267,7 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
         "memory": {"total_bytes": total, "available_bytes": basis.available},
         "torch": {"threads": torch.get_num_threads(), "cuda_devices": devices},
         "kernels": kernels,
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {name: found.get(name, "missing") for name in LIBRARIES},
         "settings": {
             "config_files": [str(path) for path in (config, own if own.exists() else None) if path is not None],
             "environment": sorted(name for name in os.environ if name.startswith(ENV_PREFIX)),
@@ -354,10 +355,3 @@ def free_disk(directory: Path) -> int | None:
     """Return the free bytes of the file system of a directory, which may not exist yet."""
     here = next((place for place in (directory, *directory.absolute().parents) if place.exists()), None)
     return None if here is None else shutil.disk_usage(here).free
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "missing"

@@ -88,10 +88,10 @@ def take_line(chat: Chat, conversation: Conversation, entry: Input) -> Conversat
 
 
 def _answer(chat: Chat, conversation: Conversation, line: str) -> Conversation:
-    return answer_turns(chat, conversation, (*conversation.turns, {"role": "user", "content": line}))
+    return _answer_turns(chat, conversation, (*conversation.turns, {"role": "user", "content": line}))
 
 
-def answer_turns(chat: Chat, conversation: Conversation, turns: tuple[Message, ...]) -> Conversation:
+def _answer_turns(chat: Chat, conversation: Conversation, turns: tuple[Message, ...]) -> Conversation:
     """Answer a conversation whose last message is the user's; return it with the answer.
 
     Raises `BadRequest` and `ServerError`, as `ChatBackend.answer` does.
@@ -150,15 +150,19 @@ def _set(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     if name not in sampling_fields():
         close = did_you_mean(name, sampling_fields())
         raise BadRequest("/set", f"no field {one_line(name, 60)!r}{close}; known: {', '.join(sampling_fields())}")
-    if text.strip() == "default":
-        first = conversation.first_sampling
-        value, named = getattr(first.params, name), {name} & first.named
-    elif text.strip():
-        value, named = _value(name, text.strip()), {name}
-    else:
+    text = text.strip()
+    if not text:
         note(_setting(conversation, name))
         return conversation
-    return _with(conversation, name, value, frozenset(named))
+    if text == "default":
+        first = conversation.first_sampling
+        return _with(conversation, name, getattr(first.params, name), first.named & {name})
+    if name == "stop_token_ids" and not text.startswith(("[", "none")):
+        text = f"[{','.join(text.replace(',', ' ').split())}]"
+    value: Any = None if text == "none" else text
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)  # another text is a plain string
+    return _with(conversation, name, value, frozenset({name}))
 
 
 def _with(conversation: Conversation, name: str, value: Any, named: frozenset[str]) -> Conversation:
@@ -176,17 +180,6 @@ def _with(conversation: Conversation, name: str, value: Any, named: frozenset[st
 def _setting(conversation: Conversation, name: str) -> str:
     value = json.dumps(plain_value(conversation.sampling.params, name)).replace("null", "none")
     return f"{name} = {value}{'' if name in conversation.sampling.named else ' (default)'}"
-
-
-def _value(name: str, text: str) -> Any:
-    """Parse a value: `none`, a list of token ids, JSON, or else a plain string."""
-    if text == "none":
-        return None
-    if name == "stop_token_ids" and not text.startswith("["):
-        text = f"[{','.join(text.replace(',', ' ').split())}]"
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return text
 
 
 def _model(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
@@ -264,8 +257,8 @@ def _regen(chat: Chat, conversation: Conversation, rest: str) -> Conversation:
     sampling = conversation.sampling
     if rest:
         drawn = _with(conversation, "seed", _integer("/regen", rest), frozenset({"seed"}))
-        return replace(answer_turns(chat, drawn, conversation.turns[:-1]), sampling=sampling)
-    return answer_turns(chat, conversation, conversation.turns[:-1])
+        return replace(_answer_turns(chat, drawn, conversation.turns[:-1]), sampling=sampling)
+    return _answer_turns(chat, conversation, conversation.turns[:-1])
 
 
 def _integer(command: str, text: str) -> int:

@@ -260,7 +260,7 @@ class PartialReply:
         entries, mask = _list(_mapping(choice.get("logprobs")).get("content")), _list(choice.get("mask"))
         for i, entry in enumerate(entries):
             tops = _list(_mapping(entry).get("top_logprobs"))
-            (text, logprob), *others = (_token_and_logprob(_mapping(one)) for one in (entry, *tops))
+            (text, logprob), *others = (_logprob_of(_mapping(one)) for one in (entry, *tops))
             top = tuple((name, value) for name, value in others if value is not None)
             self.tokens.append(ShownToken(text, logprob, i < len(mask) and mask[i] == 0, top))
         content, ids = delta.get("content"), choice.get("token_ids")
@@ -285,9 +285,7 @@ class PartialReply:
         now, cached = time.perf_counter(), _count(_mapping(self.usage.get("prompt_tokens_details")), "cached_tokens")
         most = self.max_new_tokens
         content: Any = self.text
-        if any(
-            kind != "text" for kind, _ in self.parts
-        ):  # in parts, so that the calculator's calls are encoded as calls
+        if any(kind != "text" for kind, _ in self.parts):  # so that the calculator's calls are encoded as calls
             runs = groupby(self.parts, key=lambda part: part[0])
             content = [{"type": kind, "text": "".join(text for _, text in run)} for kind, run in runs]
         return Reply(
@@ -309,7 +307,7 @@ class PartialReply:
         )
 
 
-def _token_and_logprob(entry: Mapping[str, Any]) -> tuple[str, float | None]:
+def _logprob_of(entry: Mapping[str, Any]) -> tuple[str, float | None]:
     value = entry.get("logprob")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return _without_surrogates(str(entry.get("token", ""))), min(float(value or 0), 0.0) if is_number else None
