@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import random
 import struct
-import time
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors import SafetensorError, safe_open
 from tiny_models import gguf_bytes, make_model, save
 
-from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.gguf_file import read_gguf
 from nano_inference.loading.safetensors_file import read_header
 from nano_inference.types import BadRequest, ModelError
-
-MUTANTS = 600
-PEAK_BYTES = 16 * 2**20
-SECONDS_EACH = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +27,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("llama", num_hidden_layers=1, vocab_size=8), tmp_path_factory.mktemp("hf"))
 
 
-def read_all_weights(checkpoint: Checkpoint) -> None:
-    for _, source in checkpoint.tensors():
-        # Mutated shapes are normally checked against the model before reading; here against a fixed size.
-        if torch.Size(source.shape).numel() < 2**20:
-            source.read_into(torch.empty(source.shape))
-
-
 def is_rejected(path: Path, read: Callable[[Path], Any]) -> bool:
     """Return True if reading raised a one-line `ModelError` naming the file; other exceptions propagate."""
     try:
@@ -51,89 +35,6 @@ def is_rejected(path: Path, read: Callable[[Path], Any]) -> bool:
         assert path.name in str(error) and "\n" not in str(error) and len(str(error)) < 1000
         return True
     return False
-
-
-def mutants(data: bytes, last: int) -> Iterator[bytes]:
-    """Yield copies with a few bytes before `last` changed, moved or removed, from a fixed seed."""
-    rng = random.Random(20)
-    sizes = [struct.pack("<Q", value) for value in (0, 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)]
-    for _ in range(MUTANTS):
-        copy, at = bytearray(data), rng.randrange(last)
-        choice = rng.randrange(5)
-        if choice == 0:
-            copy[at] ^= 1 << rng.randrange(8)
-        elif choice == 1:
-            copy[at : at + 8] = rng.choice(sizes)
-        elif choice == 2:
-            for _ in range(4):
-                copy[rng.randrange(last)] = rng.randrange(256)
-        elif choice == 3:
-            del copy[at : at + rng.randrange(1, 9)]
-        else:
-            copy[at:at] = copy[rng.randrange(last) :][: rng.randrange(1, 30)]
-        yield bytes(copy)
-
-
-def count_rejected(path: Path, data: bytes, last: int, read: Callable[[Path], Any]) -> int:
-    """Read every mutant; return how many were rejected."""
-    count = 0
-    tracemalloc.start()
-    try:
-        for mutant in mutants(data, last):
-            path.write_bytes(mutant)
-            start = time.thread_time()
-            count += is_rejected(path, read)
-            assert time.thread_time() - start < SECONDS_EACH
-        assert tracemalloc.get_traced_memory()[1] < PEAK_BYTES
-    finally:
-        tracemalloc.stop()
-    return count
-
-
-def test_mutated_gguf_is_rejected_or_read(gguf_whole: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(gguf_whole)
-    last = read_gguf(path).data_offset
-    num_refused = count_rejected(path, gguf_whole, last, lambda path: read_all_weights(open_checkpoint(path)))
-    assert MUTANTS // 2 < num_refused < MUTANTS
-
-
-def test_mutated_safetensors_is_rejected_or_read(directory: Path, tmp_path: Path) -> None:
-    data = (directory / "model.safetensors").read_bytes()
-    last = 8 + int.from_bytes(data[:8], "little")
-
-    def read(path: Path) -> None:
-        for part in read_header(path).values():
-            part.read_into(torch.empty(part.shape))
-        try:
-            with safe_open(path, framework="pt") as theirs:
-                theirs.keys()
-        except SafetensorError as error:
-            pytest.fail(f"we accepted what the library refuses: {error}")
-
-    num_refused = count_rejected(tmp_path / "x.safetensors", data, last, read)
-    assert MUTANTS // 2 < num_refused < MUTANTS
-
-
-def test_mutated_config_is_rejected_or_read(directory: Path, tmp_path: Path) -> None:
-    data = (directory / "config.json").read_bytes()
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
-    count_rejected(model / "config.json", data, len(data), lambda path: open_checkpoint(path.parent))
-
-
-def test_truncated_gguf_is_rejected(gguf_whole: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "x.gguf"
-    path.write_bytes(gguf_whole)
-    tensors = read_gguf(path).tensors.values()
-    end = max(tensor.offset + tensor.num_bytes for tensor in tensors)
-    header = min(tensor.offset for tensor in tensors)
-    boundaries = {edge for tensor in tensors for edge in (tensor.offset, tensor.offset + tensor.num_bytes)}
-    cuts = {cut for edge in boundaries for cut in (edge - 1, edge, edge + 1)} | set(range(header))
-    for cut in sorted(cut for cut in cuts if cut < end):
-        path.write_bytes(gguf_whole[:cut])
-        assert is_rejected(path, open_checkpoint), cut
 
 
 def test_truncated_safetensors_is_rejected(directory: Path, tmp_path: Path) -> None:
@@ -188,16 +89,6 @@ def test_invalid_safetensors_header_is_rejected(header: Any, message: str, tmp_p
     (tmp_path / "x.safetensors").write_bytes(safetensors_bytes(header))
     with pytest.raises(ModelError, match=message):
         read_header(tmp_path / "x.safetensors")
-
-
-def test_safetensors_header_above_limit_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    for length in (16_000_001, 2**63, 2**64 - 1):
-        with path.open("wb") as file:
-            file.write(struct.pack("<Q", length))
-            file.truncate(200_000_000)
-        with pytest.raises(ModelError, match="limit 16000000"):
-            read_header(path)
 
 
 U32, STRING, ARRAY = 4, 8, 9

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import os
 import pickle
-import random
 import struct
 import subprocess
 import sys
@@ -20,8 +19,6 @@ import torch
 
 from nano_inference.loading.pt_file import read_pt
 from nano_inference.types import ModelError
-
-MUTANTS = 500
 
 
 class Call:
@@ -66,14 +63,6 @@ def test_tensors_are_bit_equal(tmp_path: Path, prefix: str, kind: type[dict[str,
     assert list(read) == list(given)
     for name, tensor in given.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
-
-
-def test_module_state_and_parameters_are_read(tmp_path: Path) -> None:
-    module, path = torch.nn.Linear(3, 2), tmp_path / "x.pt"
-    torch.save(module.state_dict(), path)
-    assert torch.equal(read_pt(path)["weight"], module.weight)
-    torch.save(dict(module.named_parameters()), path)
-    assert not read_pt(path)["weight"].requires_grad
 
 
 def test_views_of_one_storage_are_read(tmp_path: Path) -> None:
@@ -125,21 +114,6 @@ def test_attacks_do_not_run(tmp_path: Path, name: str) -> None:
     assert not mark.exists()
 
 
-def test_attacks_run_with_torch_load(tmp_path: Path) -> None:
-    for name in ("system", "eval", "exec", "open", "popen"):
-        mark = tmp_path / name
-        torch.save(ATTACKS[name](str(mark)), tmp_path / "x.pt")
-        opened = torch.load(tmp_path / "x.pt", weights_only=False)
-        if hasattr(opened, "close"):
-            opened.close()
-        assert mark.exists()
-
-
-def test_error_names_the_rejected_global(tmp_path: Path) -> None:
-    torch.save({"a": Call(eval, "1")}, tmp_path / "x.pt")
-    assert "its pickle names '__builtin__.eval'" in message(tmp_path / "x.pt")
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -183,15 +157,6 @@ def test_torch_warnings_are_suppressed(tmp_path: Path) -> None:
     newer = {b"\x80\x02": b"\x80\x03"}
     rewritten(tmp_path / "x.pt", lambda name, data: newer.get(data[:2], data[:2]) + data[2:])
     assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
-
-
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_newer_pickle_protocol_loads_or_is_rejected(tmp_path: Path, protocol: int) -> None:
-    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt", pickle_protocol=protocol)
-    try:
-        assert torch.equal(read_pt(tmp_path / "x.pt")["a"], torch.ones(2))
-    except ModelError as error:
-        assert "an opcode that torch.save does not write" in str(error)
 
 
 def test_format_before_torch_1_6_is_rejected_unread(tmp_path: Path) -> None:
@@ -257,22 +222,3 @@ def test_truncated_file_is_rejected(tmp_path: Path) -> None:
     for cut in range(0, len(data), 7):
         path.write_bytes(data[:cut])
         message(path)
-
-
-def test_damaged_file_loads_or_is_rejected(tmp_path: Path) -> None:
-    path, rng = tmp_path / "x.pt", random.Random(3)
-    torch.save({"a": torch.randn(5), "b": torch.randn(3).bfloat16()}, path)
-    data = path.read_bytes()
-    num_refused = 0
-    for _ in range(MUTANTS):
-        mutant = bytearray(data)
-        for _ in range(rng.choice((1, 1, 4))):
-            mutant[rng.randrange(len(data))] = rng.randrange(256)
-        path.write_bytes(mutant)
-        try:
-            for tensor in read_pt(path).values():
-                tensor.sum()
-        except ModelError as error:
-            assert path.name in str(error) and "\n" not in str(error)
-            num_refused += 1
-    assert MUTANTS // 20 < num_refused < MUTANTS

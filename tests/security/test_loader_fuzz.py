@@ -14,49 +14,39 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from safetensors import safe_open
 
 from nano_inference.executors.opening import load_model
 from nano_inference.loading import gguf_file, safetensors_file
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.gguf_file import read_gguf
-from nano_inference.loading.pt_file import read_pt
 from nano_inference.loading.safetensors_file import read_header
 from nano_inference.text.fast import refused_files
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError
-from tests.effort import some
-from tests.nanochat.tiny import model_config, state_dict, write_checkpoint
+from nano_inference.types import ModelError
 from tests.security.model_seeds import (
     ARRAY,
     F32,
     STRING,
     U8,
     U32,
-    Entry,
     GgufParts,
     Key,
     byte_level_vocabulary,
     configs,
     gemma_gguf,
-    hf_files,
     llama_gguf,
-    safetensors,
-    saved,
     tiktoken_file,
     tokenizer_config,
     tokenizer_json,
     with_header,
     write_gguf,
 )
-from tests.security.mutants import NUMBERS, lay_out, mutant, records_of, seeds, zipped
+from tests.security.mutants import NUMBERS, lay_out, mutant, seeds
 from tests.security.opening import attempt
 
-MUTANTS = {"GGUF": 400, "GGUF (SentencePiece)": 250, "safetensors": 300, "nanochat .pt": 60, "nanochat .pt (G1)": 60}
-FEWER = 95
-"""Of every other format."""
-SAVED = saved({"a": torch.ones(2)})
+NUM_MUTANTS = 40
 
 
 @pytest.mark.parametrize("name", sorted(seeds()))
@@ -66,18 +56,29 @@ def test_a_whole_file_opens(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(seeds()))
 def test_a_damaged_file_loads_or_is_refused(name: str, tmp_path: Path) -> None:
-    seed, count = seeds()[name], some(MUTANTS.get(name, FEWER))
-    path, num_refused = lay_out(seed, tmp_path), 0
-    for index in range(count):
+    seed = seeds()[name]
+    path = lay_out(seed, tmp_path)
+    num_refused = 0
+    for index in range(NUM_MUTANTS):
         path.write_bytes(mutant(seed, 7, index))
         num_refused += attempt(seed, path)
-    # A mutator that breaks nothing, or everything at once, tests nothing.
-    assert count // 10 < num_refused <= count
+    assert num_refused > 0, "a mutator that breaks nothing tests nothing"
 
 
-def test_the_same_index_is_the_same_mutant() -> None:
-    for seed in seeds().values():
-        assert mutant(seed, 1, 2) == mutant(seed, 1, 2) != mutant(seed, 1, 3)
+def test_safetensors_that_the_library_refuses_are_refused(tmp_path: Path) -> None:
+    seed, path = seeds()["safetensors"], tmp_path / "x.safetensors"
+    for index in range(200):
+        path.write_bytes(mutant(seed, 7, index))
+        try:
+            read_header(path)
+        except ModelError:
+            continue
+        data = path.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = {name: one for name, one in json.loads(data[8:end]).items() if name != "__metadata__"}  # not read
+        path.write_bytes(with_header(json.dumps(header).encode(), data[end:]))
+        with safe_open(path, framework="pt") as theirs:
+            assert theirs.keys()
 
 
 def refusal(path: Path, read: Callable[[Path], Any] = open_checkpoint) -> str:
@@ -116,29 +117,6 @@ def test_gguf_numbers_are_checked(number: int, gguf_path: Path) -> None:
         except ModelError:
             continue
         assert all(0 < tensor.offset <= tensor.offset + tensor.num_bytes <= len(copy) for tensor in tensors.values())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kind", "offset", "message"),
-    [
-        ((2**33, 2**33), 0, 0, "ends at byte"),
-        ((2**62, 4), 0, 0, "ends at byte"),
-        ((2**63, 2), 1, 0, "ends at byte"),
-        ((2**64 - 1,), 0, 0, "ends at byte"),
-        ((256, 2**58), 2, 0, "ends at byte"),
-        ((8,), 0, 2**64 - 32, "ends at byte"),
-        ((8,), 0, 64, "incomplete download? expected"),
-        ((8, 0), 0, 0, "not blocks"),
-        ((0,), 0, 0, "not blocks"),
-        ((8,), 4, 0, "unknown type 4"),
-        ((8,), 2**32 - 1, 0, "unknown type"),
-    ],
-)
-def test_a_tensor_that_cannot_be_there(
-    sizes: tuple[int, ...], kind: int, offset: int, message: str, gguf_path: Path
-) -> None:
-    write(gguf_path, GgufParts((), (Entry(b"t", sizes, kind, offset),), bytes(64)))
-    assert message in refusal(gguf_path, read_gguf)
 
 
 def test_too_many_tensors_keys_and_items_are_refused_by_their_count(gguf_path: Path) -> None:
@@ -187,42 +165,6 @@ def test_tokenizer_metadata_of_a_wrong_kind(changes: Mapping[str, Key], message:
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 
 
-def entry(offsets: tuple[int, int], shape: tuple[int, ...] = (2,), dtype: str = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [
-        ({"a": entry((0, 8)), "b": entry((4, 12))}, "overlaps"),
-        ({"a": entry((0, 8)), "b": entry((0, 8))}, "overlaps"),
-        ({"a": entry((0, 8)), "b": entry((12, 20))}, "does not follow"),
-        ({"a": entry((4, 12))}, "does not follow"),
-        ({"a": entry((0, 8), (2**63,))}, "shape"),
-        ({"a": entry((0, 8), (2**62, 2**62))}, "its shape takes"),
-        ({"a": entry((0, 8), (-2,))}, "shape"),
-        ({"a": entry((0, 2**64 - 1))}, "data_offsets"),
-        ({"a": entry((-8, 0))}, "data_offsets"),
-        ({"a": entry((8, 0))}, "data_offsets"),
-        ({"a": entry((2**62, 2**62 + 8))}, "does not follow"),
-        ({"a": entry((0, 8), (0,))}, "its shape takes 0 bytes"),
-        ({"a": entry((0, 8), dtype="F4")}, "dtype 'F4'"),
-    ],
-)
-def test_wrong_safetensors_header_is_refused(header: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / "x.safetensors").write_bytes(with_header(json.dumps(header).encode(), bytes(20)))
-    assert message in refusal(tmp_path / "x.safetensors", read_header)
-
-
-@pytest.mark.parametrize("length", [16_000_001, 2**31, 2**63 - 1, 2**63, 2**64 - 1])
-def test_a_header_of_more_than_16_megabytes_is_refused_unread(length: int, tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", length))
-        file.truncate(20_000_000)  # a hole: nothing is written
-    assert f"a header of {length} bytes in a file of 20000000 (limit 16000000)" in refusal(path, read_header)
-
-
 def test_more_than_a_hundred_thousand_tensors_are_refused(tmp_path: Path) -> None:
     assert safetensors_file.MAX_TENSORS == 100_000
     header = b"{" + b",".join(b'"%d":0' % i for i in range(100_001)) + b"}"
@@ -235,20 +177,6 @@ def test_a_name_given_twice_among_many_is_found_in_one_pass(tmp_path: Path) -> N
     names = b",".join(b'"%d":0' % i for i in range(300_000))
     (tmp_path / "x.safetensors").write_bytes(with_header(b"{" + names + b',"299999":0}', b""))
     assert "the name '299999' occurs twice" in refusal(tmp_path / "x.safetensors", read_header)
-
-
-@pytest.mark.parametrize(
-    "file", ["../w.safetensors", "/w.safetensors", "a/../../w.safetensors", "..", "w\0.safetensors"]
-)
-def test_an_index_leads_nowhere_else(file: str, tmp_path: Path) -> None:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    files = hf_files(configs()[0])
-    (tmp_path / "w.safetensors").write_bytes(files["model.safetensors"])
-    (directory / "config.json").write_bytes(files["config.json"])
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(ModelError, match=r"a shard must be a plain \.safetensors file name"):
-        open_checkpoint(directory)
 
 
 def test_links_are_followed_because_hub_caches_are_made_of_them(tmp_path: Path) -> None:
@@ -290,29 +218,6 @@ def test_a_little_too_much_is_refused_by_the_weights_name(tmp_path: Path) -> Non
     path.write_text(json.dumps({**configs()[0], "intermediate_size": 63}))
     with pytest.raises(ModelError, match=r"mlp\.\w+_proj\.weight: the checkpoint has the shape"):
         load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32, 64)
-
-
-class NoneFilled(TorchDispatchMode):
-    """Refuses operations that fill new memory with a value."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func.overloadpacket not in (torch.ops.aten.full, torch.ops.aten.ones, torch.ops.aten.zeros), func
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("num_layers", [10_001, 2**31 - 1])
-def test_lambdas_are_not_filled_in_for_layers_beyond_count(num_layers: int, tmp_path: Path) -> None:
-    state = state_dict("G1", model_config("G1"))
-    del state["x0_lambdas"]
-    write_checkpoint(tmp_path, "G1", config=model_config("G1", n_layer=num_layers), state=state)
-    with NoneFilled(), pytest.raises(ModelError, match=r"n_layer must be an integer in \[1, 10000\]"):
-        open_checkpoint(tmp_path)
-
-
-def test_refused_pickle_gives_no_warning(tmp_path: Path) -> None:
-    records = [(name, b"\x80\x02S'\\q'\n." if name.endswith("data.pkl") else data) for name, data in records_of(SAVED)]
-    (tmp_path / "x.pt").write_bytes(zipped(records))
-    refusal(tmp_path / "x.pt", read_pt)
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
@@ -376,18 +281,6 @@ def test_a_prefix_that_would_end_the_process_is_refused(name: str, prefix: str, 
         tokenizer(tmp_path, {"tokenizer.json": text.encode()})
 
 
-def test_padding_and_truncation_of_a_tokenizer_file_do_nothing(tmp_path: Path) -> None:
-    pad = {"strategy": {"Fixed": 4096}, "direction": "Right", "pad_to_multiple_of": None}
-    pad |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"}
-    cut = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
-    whole = json.dumps(tokenizer_json() | {"padding": pad, "truncation": cut}).encode()
-    plain = json.dumps(tokenizer_json()).encode()
-    (tmp_path / "plain").mkdir()
-    text = "the quick brown fox"
-    expected = tokenizer(tmp_path / "plain", {"tokenizer.json": plain}).encode(text)
-    assert tokenizer(tmp_path, {"tokenizer.json": whole}).encode(text) == expected
-
-
 class PanicException(BaseException):
     """As the libraries' own is, which cannot be imported."""
 
@@ -397,15 +290,3 @@ def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none() -> None:
         raise PanicException("no entry\nfound")
     with pytest.raises(KeyboardInterrupt), refused_files("m", "broken"):
         raise KeyboardInterrupt
-
-
-def test_an_unusable_text_is_the_callers_fault(tmp_path: Path) -> None:
-    whole = tokenizer_json()
-    whole["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(a|aa)+$"}
-    with pytest.raises(BadRequest, match="a text of 41 characters that the tokenizer's pattern cannot cut"):
-        tokenizer(tmp_path, {"tokenizer.json": json.dumps(whole).encode()}).encode("a" * 40 + "!")
-
-
-def test_safetensors_seeds_are_valid(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(safetensors({"a": ("F16", (2, 2), bytes(8)), "b": ("F32", (1,), bytes(4))}))
-    assert {name: part.shape for name, part in read_header(tmp_path / "x").items()} == {"a": (2, 2), "b": (1,)}

@@ -171,10 +171,6 @@ def outcome(source: str, messages: list[dict[str, Any]] = MESSAGES, where: str =
         return text
 
 
-def test_there_are_more_than_a_hundred() -> None:
-    assert len(WALKS) + len(FILES) + len(COSTLY) + len(NESTED) > 100
-
-
 @pytest.mark.parametrize("name", WALKS)
 def test_no_object_of_python_is_reached(name: str) -> None:
     text = outcome(WALKS[name])
@@ -203,14 +199,6 @@ def test_deep_templates_render_or_are_refused(name: str) -> None:
     assert len(outcome(NESTED[name])) < 200_000
 
 
-def test_a_template_leaves_nothing_behind() -> None:
-    """What one rendering sets, the next does not see; nor does the caller's data change."""
-    template = chat_template("{{ seen }}{% set seen = messages[0].content %}{{ messages|length }}", where="m")
-    before = json.dumps(MESSAGES)
-    assert render(template, MESSAGES) == render(template, MESSAGES) == "2"
-    assert json.dumps(MESSAGES) == before
-
-
 @pytest.mark.parametrize("name", sorted(chat.RESERVED))
 def test_variables_of_the_caller_do_not_replace_ours(name: str) -> None:
     with pytest.raises(BadRequest, match="is reserved"):
@@ -237,8 +225,3 @@ def test_templates_of_a_directory_are_checked_alike(place: str, tmp_path: Path) 
     found = TokenizerSource(str(tmp_path))
     with pytest.raises(ModelError, match="may not use '__class__'"):
         load_chat_template(found, load_tokenizer(found))
-
-
-def test_text_of_a_token_is_no_template() -> None:
-    template = chat_template("{{ eos_token }}", where="m", named={"eos_token": "{{ 7 * 7 }}"})
-    assert render(template, MESSAGES) == "{{ 7 * 7 }}"
