@@ -12,29 +12,6 @@ from typing import Any
 
 from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding
 
-ESCAPE = "(g for g in 'a').gi_frame.f_back.f_builtins.get('chr')(65).count('A')"
-EXPRESSIONS = (
-    *("'a'.zfill(500000000).count('0')", "'a'.center(1000000000).count(' ')", "'a'.ljust(999999999).count(' ')"),
-    *("'a'.rjust(999999999).count(' ')", "'a\t'.expandtabs(999999999).count(' ')", "'a'.replace('a' 'b').count('b')"),
-    *(ESCAPE, "(x for x in ()).gi_frame.f_globals.count('x')", "().__class__.count('a')", "''.join.count('a')"),
-    *("'a'.format_map.count('a')", "'{0.a}'.format(1).count('a')", "'a'.encode().count('a')", "lambda.count('a')"),
-    *("9" * 4000 + "*" + "9" * 4000, "9" * 5000, "(" * 300 + "1" + ")" * 300, "(" * 150 + "1" + ")" * 150),
-    *("-" * 100_000 + "1", "2* *3", "2**3**9", "9*" * 2000 + "9", ",".join("9" * 300) + "**9", "", " ", "\t", "\n"),
-    *("٣+٤", "²", "𝟏+𝟏", "'a'.count", "'a'.count.count('a')", "'a'.count('a').real.count('a')", "x.count('x')"),
-    *(
-        "[].count(1)",
-        "{}.count(1)",
-        "f'{1}'.count('1')",
-        "b'a'.count('a')",
-        "\x00",
-        "\ud800",
-    ),
-    *("'a'.count(*'a')", "'a'.count(x='a')", "await.count('a')", "yield.count('a')"),
-    *("(" * 200, "[" * 200, "{" * 200, "'" * 255, "not " * 60, "-" * 255, "." * 255, "1." * 120),
-    *("'a'.split('').count('a')", "open('x').count('y')", "o" + "or " * 80, "1if 1else 2", "0xfor 1", "\\", "#.count("),
-)
-"""Expressions that a model may write in a python block; none has an answer."""
-
 HEAD = b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93)\x81"
 """Opcodes of protocol 4 for an empty instance."""
 

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanochat_samples import tokenizer as nanochat_tokenizer
-from tokenizer_samples import byte_level, save
 
-from nano_inference.text.kinds import TokenizerSource
-from nano_inference.text.stops import MAX_TOKENS, BadWords, Both, bad_words_matcher, both, stop_matcher
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.types import BadRequest, Matcher, StopReason
-from tests.effort import some
+from nano_inference.text.stops import MAX_TOKENS, BadWords, Both, bad_words_matcher
+from nano_inference.types import BadRequest, StopReason
 
 TOKENIZER = nanochat_tokenizer()
 
@@ -31,7 +24,7 @@ def spelled(text: str) -> tuple[int, ...]:
 words = st.sets(st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple), min_size=1, max_size=5)
 
 
-@settings(max_examples=some(400), deadline=None, derandomize=True)
+@settings(max_examples=130, deadline=None, derandomize=True)
 @given(words, st.lists(st.integers(0, 5), max_size=20), st.sampled_from([6, 8, 9, 17]))
 def test_exactly_the_tokens_that_complete_a_word_are_banned(
     spellings: set[tuple[int, ...]], tokens: list[int], vocab_size: int
@@ -60,12 +53,6 @@ def test_word_is_banned_at_the_start_and_after_a_space() -> None:
     assert make() is not make(), "each sample has its own matcher"
 
 
-def test_leading_spaces_of_a_word_are_ignored() -> None:
-    plain = bad_words_matcher(TOKENIZER, ["count"], TOKENIZER.vocab_size)().mask()
-    assert plain == bad_words_matcher(TOKENIZER, [" count"], TOKENIZER.vocab_size)().mask()
-    assert plain == bad_words_matcher(TOKENIZER, ["  count"], TOKENIZER.vocab_size)().mask()
-
-
 def test_text_of_a_special_token_is_banned_as_text() -> None:
     matcher = bad_words_matcher(TOKENIZER, ["<|bos|>"], TOKENIZER.vocab_size)()
     (special,) = TOKENIZER.encode("<|bos|>", add_special=False)
@@ -73,23 +60,6 @@ def test_text_of_a_special_token_is_banned_as_text() -> None:
     for token in spelled("<|bos|>")[:-1]:
         matcher.advance(token)
     assert not allowed(matcher.mask(), spelled("<|bos|>")[-1])
-
-
-def test_random_text_never_contains_the_words(tmp_path_factory: pytest.TempPathFactory) -> None:
-    tokenizer: Tokenizer = load_tokenizer(TokenizerSource(str(save(byte_level(), tmp_path_factory.mktemp("bytes")))))
-    rng = random.Random(3)
-    letters = tokenizer.encode("ab", add_special=False, parse_special=False)
-    assert len(letters) == 2
-    matcher = bad_words_matcher(tokenizer, ["ab", "bbb"], tokenizer.vocab_size)()
-    written = []
-    for _ in range(500):
-        open_ones = [token for token in letters if allowed(matcher.mask(), token)]
-        if not open_ones:
-            break
-        written.append(rng.choice(open_ones))
-        matcher.advance(written[-1])
-    text = tokenizer.decode(written)
-    assert len(text) == 500 and "ab" not in text and "bbb" not in text
 
 
 def test_empty_and_too_long_words_are_refused() -> None:
@@ -137,17 +107,3 @@ def test_both_stops_if_either_stops(
 )
 def test_both_allows_tokens_that_both_allow(first: bytes | None, second: bytes | None, mask: bytes | None) -> None:
     assert Both(Fixed(None, first), Fixed(None, second)).mask() == mask
-
-
-def test_both_combines_factories() -> None:
-    stops: Callable[[], Matcher] = stop_matcher(TOKENIZER, ("x",))
-    bad = bad_words_matcher(TOKENIZER, ["a"], TOKENIZER.vocab_size)
-    assert both(None, None) is None
-    assert both(stops, None) is stops
-    assert both(None, bad) is bad
-    make = both(stops, bad)
-    assert make is not None
-    pair = make()
-    assert pair.mask() == bad().mask()
-    assert pair.advance(spelled("x")[0]) == "x"
-    assert make() is not pair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,165 +16,15 @@ from nano_inference.text.kinds import Rendering, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
 
-# Short templates with the features that each model family uses.
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{
 '<|im_start|>system\nBe kind<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content']
 + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-LLAMA3 = """{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = "" %}
-{%- endif %}
-{{- "<|start|>system\\n" }}
-{%- if tools is not none %}
-    {{- "Environment: ipython\\n" }}
-    {{- "Tools: " + builtin | default([]) | reject('equalto', 'code') | join(", ") + "\\n" }}
-{%- endif %}
-{{- "Today: " + date_string + "\\n" }}
-{{- system }}<|end|>
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start|>' + message['role'] + '\\n' + message['content'] | trim + '<|end|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- if not message.tool_calls|length == 1 %}
-            {{- raise_exception("one tool call at a time") }}
-        {%- endif %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson }}
-        {{- "}" }}
-    {%- else %}
-        {%- if message.content is mapping or message.content is iterable %}
-            {{- message.content | tojson }}
-        {%- else %}{{- message.content }}{%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if tools is not none %}
-    {%- for t in tools %}
-        {{- t | tojson(indent=4) }}
-        {{- "\\n" }}
-    {%- endfor %}
-{%- endif %}
-{%- if add_generation_prompt %}
-    {{- '<|start|>assistant\\n' }}
-{%- endif %}
-"""
-
-QWEN3 = """{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- "<|im_end|>\\n" }}
-{%- endif %}
-{%- set ns = namespace(multi=true, last=messages|length - 1) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi and message.role == "user" and message.content is string and not(message.content.startswith('<r>')
-        and message.content.endswith('</r>')) %}
-        {%- set ns.multi = false %}
-        {%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.content is string %}{%- set content = message.content %}
-    {%- else %}{%- set content = '' %}{%- endif %}
-    {%- if message.role == "assistant" %}
-        {%- set thought = '' %}
-        {%- if '</think>' in content %}
-            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- endif %}
-        {%- if loop.index0 > ns.last and (loop.last or thought) %}
-            {{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n' }}
-            {{- content.replace('a', 'b') }}
-        {%- else %}
-            {{- '<|im_start|>' + message.role + '\\n' + content }}
-        {%- endif %}
-        {%- if message.tool_calls %}
-            {%- for tool_call in message.tool_calls %}
-                {%- if (loop.first and content) or (not loop.first) %}{{- '\\n' }}{%- endif %}
-                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
-                {{- '{"name": "' ~ tool_call.name ~ '", "args": ' }}
-                {%- if tool_call.arguments is string %}{{- tool_call.arguments }}
-                {%- else %}{{- tool_call.arguments | tojson }}{%- endif %}
-                {{- '}' }}
-            {%- endfor %}
-        {%- endif %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<r>' }}{{- content }}{{- '</r>' }}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{%- endif %}"""
-
-MISTRAL = """{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
-{%- set users = loop_messages | selectattr("role", "equalto", "user") | list %}
-{{- bos_token }}
-{%- for message in loop_messages %}
-    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
-        {{- raise_exception("roles must alternate") }}
-    {%- endif %}
-    {%- if message["role"] == "user" %}
-        {%- if tools is not none and (message == users[-1]) %}
-            {{- "[TOOLS] [" }}
-            {%- for tool in tools %}
-                {%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
-                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
-                    {%- else %}{{- '"' + key + '": ' + val|tojson }}{%- endif %}
-                    {%- if not loop.last %}{{- ", " }}{%- endif %}
-                {%- endfor %}
-                {{- "}}" }}
-            {%- endfor %}
-            {{- "]" }}
-        {%- endif %}
-        {%- if loop.last and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- else %}
-        {%- generation %}{{ " " + message["content"]|trim + eos_token}}{%- endgeneration %}
-    {%- endif %}
-{%- endfor %}
-"""
-
-GEMMA = """{{ bos_token }}
-{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
-{%- macro turn(role, text='') -%}
-    {{ '<start_of_turn>' + role + '\\n' + text | trim + '<end_of_turn>\\n' }}
-{%- endmacro -%}
-{% for message in messages %}
-    {% if message['role'] == 'skip' %}{% continue %}{% endif %}
-    {% if message['content'] == 'STOP' %}{% break %}{% endif %}
-    {% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}
-    {% set role = message['role'] %}{% endif %}
-  {{ turn(role, text=message['content']) }}
-{% endfor %}
-{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}"""
-
-FAMILIES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "mistral": MISTRAL, "gemma": GEMMA}
+INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }}[/INST]{% endfor %}"
+FAMILIES = (
+    *("cohere2", "deepseekv3", "gemma", "gemma3", "glm4moe", "gptoss", "lfm2_2_5", "llama3", "llama3_1", "llama3_2"),
+    *("muse_glimmer", "nemotron_3_nano", "phi3_5", "qwen2_5", "qwen3", "qwen3_5_think", "smolvlm"),
+)
+"""Real templates, which come with TRL."""
 
 CHATS: dict[str, list[dict[str, Any]]] = {
     "one": [{"role": "user", "content": "Hi <b> & 'you' \"é\" 😀"}],
@@ -221,7 +72,7 @@ def theirs(source: str, messages: Any, **more: Any) -> str | None:
     jinja2 = pytest.importorskip("jinja2")
     try:
         rendered, _ = templates.render_jinja_template([messages], chat_template=source, **NAMED, **more)
-    except jinja2.exceptions.TemplateError:
+    except (jinja2.exceptions.TemplateError, TypeError):
         return None
     text: str = rendered[0]
     return text
@@ -234,19 +85,23 @@ def ours(source: str, messages: Any, **more: Any) -> str | None:
         return None
 
 
-@pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("chat", sorted(CHATS))
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_text_equals_that_of_transformers(family: str, chat: str, tools: Any, prompt: bool) -> None:
-    source, messages = FAMILIES[family], CHATS[chat]
-    expected = theirs(source, messages, tools=tools, add_generation_prompt=prompt)
-    assert ours(source, messages, tools=tools, add_generation_prompt=prompt) == expected
+def real_template(name: str) -> str:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs the templates of TRL")
+    return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
-def test_families_are_rendered_not_only_refused() -> None:
-    rendered = [theirs(source, chat) is not None for source in FAMILIES.values() for chat in CHATS.values()]
-    assert rendered.count(True) >= 18 and rendered.count(False) >= 3
+@pytest.mark.parametrize("family", FAMILIES)
+def test_real_templates_render_as_in_transformers(family: str) -> None:
+    source, num_rendered = real_template(family), 0
+    for name, messages in CHATS.items():
+        for tools in (None, TOOLS):
+            for prompt in (True, False):
+                expected = theirs(source, messages, tools=tools, add_generation_prompt=prompt)
+                assert ours(source, messages, tools=tools, add_generation_prompt=prompt) == expected, name
+                num_rendered += expected is not None
+    assert num_rendered >= 8, "the others are refused by both"
 
 
 EXPRESSIONS = """
@@ -400,8 +255,8 @@ def test_variables_and_date() -> None:
 
 
 def test_error_raised_by_a_template_is_a_bad_request() -> None:
-    with pytest.raises(BadRequest, match="System role not supported"):
-        render(chat_template(GEMMA, where="m"), CHATS["system"])
+    with pytest.raises(BadRequest, match="no such role"):
+        render(chat_template("{{ raise_exception('no such role') }}", where="m"), CHATS["one"])
 
 
 @pytest.mark.parametrize(
@@ -430,29 +285,6 @@ def test_too_deeply_nested_message_is_refused() -> None:
         render(chat_template(CHATML, where="m"), [{"role": "user", "content": "x", "more": deep}])
 
 
-HARMFUL = [
-    "{% for i in range(90000) %}" + "raw text " * 9999 + "{% endfor %}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 64 * 64 * 64 * 64 * 64 * 64 }}",
-    "{% set n = 100000000 %}{{ 'a' * n }}",
-    "{{ messages.extend(messages) }}",
-    "{% set f = [messages]|map(attribute='extend')|first %}{{ f(messages) }}",
-    "{{ messages[0].update({'role': messages}) }}",
-    "{% include '/etc/passwd' %}",
-    "{{ messages.__class__.__mro__ }}",
-    "{{ raise_exception.__globals__['os'] }}",
-    "{{ messages|attr('__class__') }}",
-    "{{ cycler.__init__.__globals__ }}",
-]
-
-
-@pytest.mark.parametrize("source", HARMFUL)
-def test_harmful_template_fails_with_one_line(source: str) -> None:
-    with pytest.raises((ModelError, BadRequest)) as caught:
-        render(chat_template(source, where="m.gguf"), CHATS["one"])
-    assert "\n" not in str(caught.value)
-
-
 def test_messages_of_the_caller_are_copied() -> None:
     messages = [{"role": "user", "content": "x", "more": [1]}]
     assert ours("{{ messages[0].more.append(2) }}", messages) is None
@@ -474,8 +306,8 @@ def test_too_large_template_is_refused() -> None:
 
 def test_long_chats_render_as_in_transformers() -> None:
     messages = [{"role": role, "content": "word " * 2000} for _ in range(200) for role in ("user", "assistant")]
-    assert len(render(chat_template(QWEN3, where="m"), messages)) > 4_000_000 * 0.9
-    assert ours(MISTRAL, messages, tools=TOOLS * 50) == theirs(MISTRAL, messages, tools=TOOLS * 50)
+    text = render(chat_template(CHATML, where="m"), messages)
+    assert len(text) > 4_000_000 and text == theirs(CHATML, messages, add_generation_prompt=True)
 
 
 # --- loading
@@ -524,7 +356,7 @@ def test_ids_of_a_chat_equal_those_of_its_text(chat: str, tokenizer: Tokenizer) 
 
 def test_bos_is_added_once(llama_dir: Path) -> None:
     tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
-    template = chat_template(MISTRAL, where="m", named=tokenizer.named)
+    template = chat_template(INST, where="m", named=tokenizer.named)
     ids = encode_chat(template, tokenizer, CHATS["one"])
     assert ids.count(1) == 1 and ids[0] == 1
 
@@ -557,16 +389,7 @@ def test_ids_around_a_spelled_special_token_equal_those_of_the_text(tokenizer: T
 
 def test_message_cannot_forge_a_turn_with_a_prefixing_tokenizer(llama_dir: Path) -> None:
     tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
-    template = chat_template(MISTRAL, where="m", named=tokenizer.named)
+    template = chat_template(INST, where="m", named=tokenizer.named)
     ids = encode_chat(template, tokenizer, [{"role": "user", "content": "the</s>fox"}])
     assert ids.count(2) == 0 and ids.count(1) == 1
     assert tokenizer.decode(ids) == "[INST] the</s>fox[/INST]"
-
-
-@pytest.mark.model
-def test_template_of_the_default_model(default_model_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
-    fields = gguf.GGUFReader(str(default_model_path)).fields
-    source = fields["tokenizer.chat_template"].contents()
-    for messages in (CHATS["one"], CHATS["turns"], CHATS["system"]):
-        assert ours(source, messages) == theirs(source, messages, add_generation_prompt=True)

@@ -21,7 +21,6 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TRIMMED = "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} [/]{% endfor %}"
 ASK = {"role": "user", "content": "hello"}
 OPEN = Rendering(add_generation_prompt=False, continue_final=True)
 CONTENTS = ("So", "", "So ", " two\n\n", "<|im_end|>", "\ue000", "a\ue000\ue001b", "日本 😀", "{{ x }}", "hello")
@@ -48,21 +47,9 @@ def test_text_ends_after_the_last_message(role: str, content: str) -> None:
     assert messages[-1] == {"role": role, "content": content}, "the caller's messages are unchanged"
 
 
-def test_earlier_message_with_the_same_text_is_kept() -> None:
-    messages = [{"role": "assistant", "content": "So"}, ASK, {"role": "assistant", "content": "So"}]
-    text = render(chat_template(CHATML, where="here"), messages, OPEN)
-    assert text.count("So") == 2 and text.endswith("<|im_start|>assistant\nSo")
-
-
 def test_template_that_writes_a_message_twice() -> None:
     template = chat_template("{{ messages[-1].content }}|{{ messages[-1].content }}.", where="here")
     assert render(template, [ASK], OPEN) == "hello|hello"
-
-
-def test_template_that_trims_content() -> None:
-    template = chat_template(TRIMMED, where="here")
-    text = render(template, [{"role": "user", "content": "  So  "}], OPEN)
-    assert text == "[user] So  "
 
 
 @pytest.mark.parametrize(

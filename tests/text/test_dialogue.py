@@ -69,10 +69,6 @@ def test_tool_tokens_are_hidden_without_a_tool() -> None:
     assert text_of([*ids("a"), *call("1+1", "2"), *ids("b")], None) == "a1+12b"
 
 
-def test_spelled_special_tokens_are_displayed_as_text() -> None:
-    assert text_of(ids("<|python_start|>1<|bos|>")) == "<|python_start|>1<|bos|>"
-
-
 def test_split_character_is_displayed_when_complete() -> None:
     tokens = [*ids("née 😀 "), *call("12+34", "46"), *ids("日本ж")]
     split = [token for token in tokens if token not in TOKENIZER.special_ids and TOKENIZER.token_bytes(token)[0] > 0x7F]
@@ -107,29 +103,6 @@ def test_encode_equals_the_rendering_of_nanochat(dialogue: NanochatDialogue) -> 
     assert dialogue.encode([QUESTION]) == [
         *(ID["bos"], ID["user_start"], *ids("What is 12+34?"), ID["user_end"], ID["assistant_start"])
     ]
-
-
-def test_encode_neither_truncates_nor_changes_messages(dialogue: NanochatDialogue) -> None:
-    messages: list[Message] = [{"role": "user", "content": "x " * 3000}]
-    encoded = dialogue.encode(messages)
-    assert len(encoded) > 3000 and encoded[-2:] == [ID["user_end"], ID["assistant_start"]]
-    assert len(messages) == 1
-
-
-def test_special_tokens_in_a_message_are_text(dialogue: NanochatDialogue) -> None:
-    spelled = "".join(SPECIAL)
-    encoded = dialogue.encode([{"role": "user", "content": spelled}])
-    assert [token for token in encoded if token in TOKENIZER.special_ids] == [
-        *(ID["bos"], ID["user_start"], ID["user_end"], ID["assistant_start"])
-    ]
-    assert TOKENIZER.decode(encoded) == spelled
-
-
-def test_messages_out_of_turn_are_refused(dialogue: NanochatDialogue) -> None:
-    with pytest.raises(BadRequest, match=r"messages\[1\]\.role must be assistant"):
-        dialogue.encode([QUESTION, QUESTION])
-    with pytest.raises(BadRequest, match=r"messages\[0\]"):
-        dialogue.encode([])
 
 
 def test_answer_is_text_or_parts(dialogue: NanochatDialogue) -> None:

@@ -6,9 +6,7 @@ import json
 import random
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from hypothesis import strategies as st
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.cli.place import tokenizer_source
 from nano_inference.text.grammar import ENDED, MAX_CACHED, Grammar, Grammars
-from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES, for_library, reason_of
+from nano_inference.text.grammar_text import MAX_BYTES, MAX_CHOICES
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.stops import bad_words_matcher, both, stop_matcher
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -151,17 +149,6 @@ def test_every_kind_over_bytes(
     assert len(written) > 1, "samples differ"
 
 
-@pytest.mark.model
-@pytest.mark.parametrize(("grammar", "is_right"), KINDS, ids=[grammar.kind for grammar, _ in KINDS])
-def test_every_kind_over_a_large_vocabulary(
-    large: Tokenizer, large_grammars: Grammars, grammar: Grammar, is_right: Callable[[str], object]
-) -> None:
-    make = large_grammars.matcher(grammar)
-    for seed in range(10):
-        tokens = walk(make(), random.Random(seed), closing_of(large))
-        assert tokens is not None and is_right(text_of(large, tokens)), text_of(large, tokens or [])
-
-
 def test_sentencepiece_vocabulary_writes_no_leading_space(llama_dir: Path) -> None:
     tokenizer = load_tokenizer(TokenizerSource(str(llama_dir)))
     make = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).matcher(Grammar("choice", '["hello world"]'))
@@ -231,21 +218,6 @@ def test_whitespace_is_limited(tiny: Tokenizer, grammars: Grammars) -> None:
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(text)) and 50 < sum(char in " \n\t" for char in text) < 300
 
 
-def test_schema_may_only_forbid_whitespace(tiny: Tokenizer, grammars: Grammars) -> None:
-    spaces = {tiny.encode(char, add_special=False)[0] for char in "\n \t"}
-    compact = {**SCHEMA, "x-guidance": {"whitespace_flexible": False, "item_separator": "[ ]+,"}}
-    for schema, is_compact in ((compact, True), ({**SCHEMA, "x-guidance": {"whitespace_pattern": " +"}}, False)):
-        matcher = grammars.matcher(Grammar("json_schema", json.dumps(schema)))()
-        seen = set()
-        for token in tiny.encode('{"kind":"beta",', add_special=False, parse_special=False):
-            seen |= set(ids_of(matcher.mask()))
-            matcher.advance(token)
-        assert (not seen & spaces) == is_compact
-        if not is_compact:
-            matcher.advance(min(spaces, key=lambda token: token != tiny.encode(" ", add_special=False)[0]))
-            assert not set(ids_of(matcher.mask())) & spaces, "no second space"
-
-
 def nested(depth: int) -> str:
     return '{"items":' * depth + "{}" + "}" * depth
 
@@ -256,36 +228,21 @@ REFUSED = [
     (Grammar("json_schema", "[]"), "json_schema: must be an object"),
     (Grammar("json_schema", '{"not": {"type": "string"}}'), "json_schema: not is not supported"),
     (Grammar("json_schema", '{"type": "stuff"}'), "json_schema: Invalid type: stuff"),
-    (Grammar("json_schema", '{"uniqueItems": true, "contains": {}}'), "json_schema: contains, uniqueItems is not"),
-    (Grammar("json_schema", '{"dependentRequired": {"a": ["b"]}}'), "json_schema: dependentRequired is not supported"),
-    (Grammar("json_schema", '{"propertyNames": {"maxLength": 3}}'), "json_schema: propertyNames is not supported"),
-    (Grammar("json_schema", '{"if": {"const": 1}, "then": false}'), "json_schema: if, then is not supported"),
-    (Grammar("json_schema", '{"pattern": "a(?=b)"}'), "json_schema: look-around, including"),
     (Grammar("lark", 'start: %json {"uniqueItems": true}'), "uniqueItems is not supported"),
     (Grammar("json_schema", '{"$ref": "#"}'), "json_schema: no text satisfies it"),
-    (Grammar("json_schema", '{"$ref": "http://127.0.0.1/x"}'), "json_schema: Resource"),
-    (Grammar("json_schema", '{"$ref": "#/nope"}'), "json_schema: Pointer"),
-    (Grammar("json_schema", nested(130)), "json_schema: recursion limit exceeded"),
     (Grammar("json_schema", nested(5000)), "json_schema: nested too deep"),
     (Grammar("json_schema", json.dumps({"enum": ["x" * 9] * 10**5})), "json_schema: 1300010 bytes are more than 65536"),
     (Grammar("json_schema", '{"allOf": [{"multipleOf": 79}, {"multipleOf": 0.83}]}'), "common multiple above 1000"),
-    (Grammar("json_schema", json.dumps({"patternProperties": {"(" * 300 + ")" * 300: {}}})), "json_schema: exceed the"),
     (Grammar("regex", "a(?=b)"), "regex: look-around, including"),
-    (Grammar("regex", "(a"), "regex: unclosed group"),
     (Grammar("regex", "a" * (MAX_BYTES["regex"] + 1)), "regex: 8193 bytes are more than 8192"),
-    (Grammar("regex", "(" * 300 + ")" * 300), "regex: exceed the maximum number of nested"),
     (Grammar("regex", "\ud800"), "regex: contains half of a surrogate pair"),
     (Grammar("choice", "[]"), "choice: must be a list of strings"),
-    (Grammar("choice", '["a", 1]'), "choice: must be a list of strings"),
     (Grammar("choice", json.dumps(["a"] * (MAX_CHOICES + 1))), "choice: 10001 alternatives are more than 10000"),
     (Grammar("lark", "start: x"), 'lark: at 1.8.: unknown name: "x"'),
     (Grammar("lark", ' {"grammars": []}'), "lark: a grammar begins with"),
-    (Grammar("lark", "start: " + "(" * 70 + '"a"' + ")" * 70), "lark: 1.37.: lark grammar too deeply nested"),
     (Grammar("lark", "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(40)) + 'T40: "z"'), "too big"),
     (Grammar("gbnf", "root ::= " + "(" * 15_000 + '"a"' + ")" * 15_000), "gbnf: nested too deep"),
     (Grammar("gbnf", 'rot ::= "a"'), "gbnf: No 'root' rule found"),
-    (Grammar("gbnf", 'root ::= "a'), "gbnf: Unexpected end of input"),
-    (Grammar("gbnf", 'root ::= "\\'), "gbnf: "),
 ]
 
 
@@ -354,13 +311,6 @@ def test_refused_grammars(
     assert capfd.readouterr() == ("", "")
 
 
-def test_reason_is_one_limited_line() -> None:
-    assert reason_of("panic: index\n<backtrace>\n 0: x") == "the grammar library failed on it"
-    assert reason_of("") == "no reason given"
-    long = reason_of("first " + "x" * 2000 + " last\n   1 | start")
-    assert long.startswith("first ") and long.endswith(" last") and len(long) < 310
-
-
 def test_long_chains_of_references_compile(grammars: Grammars) -> None:
     """The compiler recurses along references; with a thread's default stack size these would end the process."""
     rule = f'r%d: {"(" * 12}"a" r%d{")" * 12} | "b"\n'
@@ -374,51 +324,19 @@ def test_long_chains_of_references_compile(grammars: Grammars) -> None:
         assert ids_of(grammars.matcher(grammar)().mask())
 
 
-@contextmanager
-def started_threads() -> Iterator[list[threading.Thread]]:
-    """Yield a list to which the threads are added that are started while the block runs."""
-    found: list[threading.Thread] = []
-    here = threading.local()
-
-    def note(*_: object) -> None:
-        if not hasattr(here, "is_known"):
-            here.is_known = True
-            found.append(threading.current_thread())
-
-    threading.setprofile(note)
-    try:
-        yield found
-    finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
-
-
 def test_compiled_grammars_are_cached(tiny: Tokenizer) -> None:
     ours = Grammars(tiny, TINY_VOCAB, [TINY_EOS])
     grammars = [Grammar("regex", f"a{{{number}}}") for number in range(1, MAX_CACHED + 3)]
     for grammar in grammars[:MAX_CACHED]:
         assert ours.known(grammar) is None
         ours.matcher(grammar)
-    with started_threads() as compiling:
-        ours.matcher(grammars[0])
-    assert not compiling
+    ours.matcher(grammars[0])
     for grammar in grammars[MAX_CACHED:]:
         ours.matcher(grammar)
     assert [grammar for grammar in grammars if ours.known(grammar) is None] == grammars[1:3], "the least recently used"
     with pytest.raises(BadRequest):
         ours.matcher(Grammar("regex", "("))
     assert ours.known(Grammar("regex", "(")) is None
-
-
-def test_concurrent_uses_of_a_grammar_compile_it_once(tiny: Tokenizer) -> None:
-    """Each compilation has a thread of its own."""
-    ours = Grammars(tiny, TINY_VOCAB, [TINY_EOS])
-    threads = [threading.Thread(target=ours.matcher, args=(Grammar("regex", "x+"),)) for _ in range(8)]
-    with started_threads() as started:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len([thread for thread in started if thread not in threads]) == 1
 
 
 def test_without_the_extra(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,15 +347,6 @@ def test_without_the_extra(tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> 
 
 AMBIGUOUS = Grammar("lark", 'start: a "!"\na: a a | a a a | /[a-z]/')
 """Every token lengthens a row of the parser, whose time is quadratic in that length."""
-
-
-def test_too_ambiguous_step_fails(tiny: Tokenizer, grammars: Grammars) -> None:
-    matcher = grammars.matcher(AMBIGUOUS)()
-    (letter,) = tiny.encode("x", add_special=False)
-    with pytest.raises(ValueError, match=r"^grammar: .*(too many|max is 250)"):
-        for _ in range(300):
-            assert ids_of(matcher.mask())
-            matcher.advance(letter)
 
 
 # ---- random schemas ------------------------------------------------------------------------------------------------
@@ -555,9 +464,10 @@ def check_schemas(tokenizer: Tokenizer, grammars: Grammars, count: int) -> dict[
     return seen
 
 
-def test_random_schemas_over_bytes(tiny: Tokenizer, grammars: Grammars) -> None:
-    seen = check_schemas(tiny, grammars, 500)
-    assert seen["refused"] <= 25 and seen["unended"] <= 10, seen
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.nightly)])
+def test_random_schemas_over_bytes(tiny: Tokenizer, grammars: Grammars, count: int) -> None:
+    seen = check_schemas(tiny, grammars, count)
+    assert seen["refused"] <= count // 20 and seen["unended"] <= count // 50, seen
 
 
 @pytest.mark.model
@@ -662,69 +572,6 @@ def test_resumed_sample_is_identical(open_tiny: Callable[..., InferenceEngine], 
         check_forced(whole, make)
 
 
-def test_partial_sample_outside_the_grammar_is_refused(
-    open_tiny: Callable[..., InferenceEngine], grammars: Grammars
-) -> None:
-    engine = open_tiny()
-    request = engine.add_request(PROMPT, PARAMS)
-    for _ in range(3):
-        engine.step()
-    (part,) = engine.abort(request)
-    with pytest.raises(BadRequest, match="partial: grammar: "):
-        engine.add_request(PROMPT, PARAMS, partial=part, make_matcher=grammars.matcher(AS_SCHEMA))
-
-
-class Doubling:
-    """A token program that forces a `z` after each `q`, up to the ninth token."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        (self.q,), (self.z,) = (tokenizer.encode(char, add_special=False) for char in "qz")
-
-    def start(self) -> object:
-        return 0
-
-    def step(self, state: object, token: int) -> tuple[object, tuple[int, ...]]:
-        assert isinstance(state, int) and token != self.z
-        return state + 1, (self.z,) * (token == self.q and state < 9)
-
-
-def test_resumed_sample_with_program_and_grammar_is_identical(
-    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
-) -> None:
-    engine, program = open_tiny(), Doubling(tiny)
-    make = grammars.matcher(Grammar("regex", "(qz|km|[ab]){8}"))
-    for seed in range(8):
-        params = SamplingParams(max_tokens=40, seed=seed)
-        (expected,) = generate(engine, params, make_matcher=make, program=program)
-        assert {"q", "k"} & set(tiny.decode(expected.completion_tokens)) and 0 in expected.mask
-        for steps in range(1, 6):
-            part, whole = resumed(engine, steps, params, make_matcher=make, program=program)
-            assert part.completion_tokens == expected.completion_tokens[: len(part.mask)]
-            assert columns(whole) == columns(expected)
-
-
-def test_min_tokens_is_ignored_where_only_an_end_token_is_allowed(
-    open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
-) -> None:
-    engine = open_tiny()
-    for ignore_eos in (False, True):
-        params = SamplingParams(max_tokens=30, min_tokens=25, seed=1, ignore_eos=ignore_eos)
-        (sample,) = generate(engine, params, make_matcher=grammars.matcher(Grammar("choice", '["yes"]')))
-        assert tiny.decode(sample.completion_tokens) == "yes" and sample.completion_tokens[-1] == TINY_EOS
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", TINY_EOS if ignore_eos else None)
-    params = SamplingParams(max_tokens=60, min_tokens=25, seed=1)
-    (sample,) = generate(engine, params, make_matcher=grammars.matcher(Grammar("regex", "a{3,40}")))
-    assert 26 <= len(sample.completion_tokens) <= 41 and sample.finish_reason == "stop"
-    (sample,) = generate(engine, params, make_matcher=grammars.matcher(Grammar("regex", "")))
-    assert sample.completion_tokens == (TINY_EOS,)
-
-
-def test_requested_end_token_is_the_stop_reason(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
-    params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[TINY_EOS])
-    (sample,) = generate(open_tiny(), params, make_matcher=grammars.matcher(Grammar("choice", '["yes"]')))
-    assert (sample.finish_reason, sample.stop_reason) == ("stop", TINY_EOS)
-
-
 def test_stop_strings_and_bad_words_with_a_grammar(
     open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
 ) -> None:
@@ -757,12 +604,3 @@ def test_too_ambiguous_grammar_aborts_only_its_sample(
     assert found[broken].finish_reason == "abort"
     assert str(found[broken].stop_reason).startswith("ValueError: grammar: ")
     assert columns(found[other]) == columns(expected)
-
-
-def test_limits_apply_to_schemas_inside_lark() -> None:
-    """Two large `multipleOf` take more than a minute to compile."""
-    schema = '{"allOf": [{"type": "integer", "multipleOf": 999983}, {"type": "integer", "multipleOf": 999979}]}'
-    for kind in ("lark", "calls"):
-        with pytest.raises(BadRequest, match="common multiple"):
-            for_library(Grammar(kind, f"start: %json {schema}"))
-    for_library(Grammar("lark", 'start: %json {"type": "integer", "multipleOf": 5}'))

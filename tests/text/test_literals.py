@@ -24,17 +24,6 @@ def test_matches_equal_those_of_alternatives_sorted_by_length(words: frozenset[s
     assert [match.span() for match in pattern.finditer(text)] == [match.span() for match in plain.finditer(text)]
 
 
-def test_no_pattern_without_texts() -> None:
-    assert literal_pattern(frozenset()) is None and literal_pattern(frozenset({""})) is None
-
-
-def test_texts_that_are_prefixes_of_each_other() -> None:
-    pattern = literal_pattern(frozenset("a" * length for length in range(1, 300)))
-    assert pattern is not None
-    found = pattern.search("b" + "a" * 3000)
-    assert found is not None and found.span() == (1, 300)
-
-
 def test_search_time_does_not_grow_with_the_number_of_texts() -> None:
     code = """
 from nano_inference.text.chat import literal_pattern

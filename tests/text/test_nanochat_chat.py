@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from nanochat_samples import SPECIAL, tokenizer
 from tokenizer_samples import byte_level
 
-from nano_inference.nanochat.calculator import calculate, result_text
 from nano_inference.nanochat.dialogue import (
     CHAT_TEMPLATE,
     OutOfTurn,
@@ -24,7 +23,6 @@ from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
 from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.kinds import Rendering
 from nano_inference.types import BadRequest
-from tests.effort import some
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
 
@@ -68,15 +66,6 @@ def test_layout_and_mask() -> None:
     ]
     assert ids == [token for tokens, _ in pieces for token in tokens]
     assert mask == [bit for tokens, bit in pieces for _ in tokens]
-
-
-def test_text_answers_and_several_turns() -> None:
-    turns = [user("a"), assistant("b"), user("c"), assistant("")]
-    ids, mask = render_conversation(tokenizer(), turns)
-    spelled = "<|bos|><|user_start|>a<|user_end|><|assistant_start|>b<|assistant_end|><|user_start|>c<|user_end|>"
-    assert ids == tokenizer().encode(spelled + "<|assistant_start|><|assistant_end|>", add_special=False)
-    assert mask == [0] * 5 + [1, 1] + [0] * 4 + [1]
-    assert render_for_completion(tokenizer(), turns) == ids[:-1]
 
 
 def test_system_message_is_merged_into_the_first_turn() -> None:
@@ -179,7 +168,7 @@ def alternating(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[
     )
 
 
-@settings(max_examples=some(300), deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(alternating(TEXTS))
 def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
     expected = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
@@ -188,7 +177,7 @@ def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:
     assert encode_chat(template(), tokenizer(), turns, Rendering(add_generation_prompt=False)) == without
 
 
-@settings(max_examples=some(200), deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(alternating(TEXTS))
 def test_text_cannot_forge_special_tokens(turns: list[dict[str, Any]]) -> None:
     ids = render_for_completion(tokenizer(), [*turns, assistant("")], max_tokens=None)
@@ -198,14 +187,6 @@ def test_text_cannot_forge_special_tokens(turns: list[dict[str, Any]]) -> None:
         *(ID[f"{('user', 'assistant')[at % 2]}_{end}"] for at in range(number) for end in ("start", "end")),
         ID["assistant_start"],
     ]
-
-
-@pytest.mark.parametrize(
-    "turns", [[assistant("x")], [user("x"), user("y")], [system("x")], [system("x"), assistant("y")]]
-)
-def test_template_refuses_what_the_renderer_refuses(turns: list[dict[str, Any]]) -> None:
-    with pytest.raises(BadRequest, match="the chat template refuses these messages"):
-        encode_chat(template(), tokenizer(), turns)
 
 
 WORDS = st.text("abc 123+*'é日<|>\n", max_size=8)
@@ -233,7 +214,7 @@ def is_canonical(parts: Any) -> bool:
     return "python" in kinds and ("text", "text") not in pairwise(kinds)
 
 
-@settings(max_examples=some(300), deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ANSWERS.filter(is_canonical))
 def test_answer_round_trip(content: Any) -> None:
     ids, _ = render_conversation(tokenizer(), [user("x"), assistant(content)], max_tokens=None)
@@ -243,17 +224,6 @@ def test_answer_round_trip(content: Any) -> None:
         message = answer_message(tokenizer(), written)
         assert message == assistant(content)
     assert render_conversation(tokenizer(), [user("x"), message], max_tokens=None)[0] == ids
-
-
-def test_generated_call_is_rendered_again_with_its_special_tokens() -> None:
-    tokens = tokenizer().encode(
-        "So <|python_start|>6*7<|python_end|><|output_start|>42<|output_end|> it is", add_special=False
-    )
-    message = answer_message(tokenizer(), tokens)
-    assert {"type": "python", "text": "6*7"} in message["content"]
-    ids = render_for_completion(tokenizer(), [user("x"), message, user("y"), assistant("")])
-    start = ids.index(ID["assistant_start"])
-    assert ids[start + 1 : start + 1 + len(tokens)] == tokens and ids[start + 1 + len(tokens)] == ID["assistant_end"]
 
 
 @pytest.mark.parametrize(
@@ -278,16 +248,3 @@ def test_messages_of_malformed_answers(text: str, content: Any) -> None:
     message = answer_message(tokenizer(), tokenizer().encode(text, add_special=False))
     assert message == assistant(content)
     render_conversation(tokenizer(), [user("x"), message])
-
-
-@settings(max_examples=some(200), deadline=None)
-@given(st.lists(st.integers(0, 280), max_size=30))
-def test_message_of_any_tokens_can_be_rendered(tokens: list[int]) -> None:
-    message = answer_message(tokenizer(), tokens)
-    again = render_conversation(tokenizer(), [user("x"), message], max_tokens=None)[0]
-    written = again[again.index(ID["assistant_start"]) + 1 :]
-    assert answer_message(tokenizer(), written) == message
-
-
-def test_example_parts_are_a_call_and_its_result() -> None:
-    assert result_text(calculate(PARTS[1]["text"])) == PARTS[2]["text"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nano_inference.text.kinds import TokenizerSource
-from nano_inference.text.stops import StopStrings, stop_matcher
+from nano_inference.text.stops import stop_matcher
 from nano_inference.text.stream import push, start
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import Matcher
-from tests.effort import some
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +42,13 @@ def test_stop_string_across_tokens_stops_at_the_last(tokenizer: Tokenizer) -> No
     assert first(stop_matcher(tokenizer, ("48",))(), ids) is None
 
 
-def test_each_sample_has_its_own_matcher(tokenizer: Tokenizer) -> None:
-    make = stop_matcher(tokenizer, ("12",))
-    one, two = tokenizer.encode("12")
-    a, b = make(), make()
-    assert a.advance(one) is None and b.advance(two) is None
-    assert a.advance(two) == "12" and a.mask() is None
-
-
 def test_special_tokens_are_not_text_but_can_be_stop_strings(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("1<|im_end|>2")
     assert first(stop_matcher(tokenizer, ("12",))(), ids) == (3, "12")
     assert first(stop_matcher(tokenizer, ("<|im_end|>",))(), ids) == (2, "<|im_end|>")
 
 
-def test_memory_is_limited_by_the_longest_stop_string(tokenizer: Tokenizer) -> None:
-    matcher = StopStrings(tokenizer, ("x" * 9,), frozenset())
-    tokens = tokenizer.encode("a" * 20_000)
-    tracemalloc.start()
-    try:
-        assert not any(map(matcher.advance, tokens))
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert held < 10_000, "not the text, which has 20,000 bytes"
-
-
-@settings(max_examples=some(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text("ab é😀1", max_size=16), stops=st.lists(st.text("ab é😀1", min_size=1, max_size=3), max_size=3))
 def test_matcher_stops_where_the_stream_stops(tokenizer: Tokenizer, text: str, stops: list[str]) -> None:
     ids = tokenizer.encode(text)

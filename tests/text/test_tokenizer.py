@@ -12,9 +12,8 @@ import tiktoken
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_samples import ODD, SPECIALS, byte_level, save
+from tokenizer_samples import ODD, byte_level, save
 
-from nano_inference.text.fast import CHAR_OF_BYTE, FastTokenizer, byte_piece, hf_tokenizer
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tiktoken_file import LLAMA3_WORDS
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -126,12 +125,6 @@ def test_added_tokens_of_tokenizer_config(tmp_path: Path) -> None:
         load(directory)
 
 
-def test_byte_pieces() -> None:
-    assert byte_piece("<0xAB>") == 0xAB and byte_piece("<0x0a>") == 10
-    assert [byte_piece(text) for text in ("<0xAG>", "<0x1>", "0xAB", "<0x+1>")] == [None] * 4
-    assert len(set(CHAR_OF_BYTE.values())) == 256
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -191,21 +184,6 @@ def test_tiktoken_file_with_a_config(tmp_path: Path) -> None:
     assert ours.eos_ids == (first + 3,) and ours.bos_id is None and ours.encode("hello") == [260]
     with pytest.raises(BadRequest):
         ours.token_bytes(first)
-
-
-def test_damaged_tiktoken_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.tiktoken"
-    write_ranks(path, {word: rank for word, rank in ranks().items() if rank != 7})
-    with pytest.raises(ModelError, match="ranks are not 0 to"):
-        load(tmp_path)
-    path.write_bytes(b"aGk= 0\nnonsense\n")
-    with pytest.raises(ModelError, match="line 2"):
-        load(tmp_path)
-
-
-def test_class_implements_the_protocol(chatml_dir: Path) -> None:
-    ours: Tokenizer = hf_tokenizer(chatml_dir)
-    assert isinstance(ours, FastTokenizer) and ours.named["eos_token"] == SPECIALS[2]
 
 
 SPECIAL_LISTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

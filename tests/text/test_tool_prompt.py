@@ -84,10 +84,6 @@ def test_missing_arguments_become_an_empty_object(arguments: Any) -> None:
     assert one_call({"name": "f"})["arguments"] == {}
 
 
-def test_object_arguments_are_unchanged() -> None:
-    assert one_call({"name": "f", "arguments": {"a": 1}})["arguments"] == {"a": 1}
-
-
 def one_call(function: dict[str, Any]) -> Any:
     plain = plain_calls([{"role": "assistant", "content": "x", "tool_calls": [{"function": function}]}])
     assert plain[0]["content"] == "x" and plain[0]["tool_calls"][0]["type"] == "function"
@@ -227,19 +223,6 @@ def test_calls_and_results_become_text() -> None:
     state, events = push(start(HERMES, ("weather", "now")), messages[1]["content"])
     assert [event.name for event in events if isinstance(event, CallStart)] == ["weather", "now"]
     assert not finish(state)
-
-
-def test_content_and_malformed_arguments_are_kept() -> None:
-    said = {"role": "assistant", "content": "I look.", "tool_calls": [call("now", '{"a": ')]}
-    assert with_tools([ASK, said], [], CHATML)[1]["content"] == (
-        'I look.\n<tool_call>\n{"name": "now", "arguments": {"a": }\n</tool_call>'
-    )
-
-
-def test_only_adjacent_results_are_joined() -> None:
-    one = {"role": "tool", "content": "1"}
-    messages = with_tools([ASK, one, ASK, one, one, one], [], None)
-    assert [message["content"].count("<tool_response>") for message in messages] == [0, 1, 0, 3]
 
 
 @pytest.mark.parametrize(
