@@ -18,8 +18,7 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.nanochat.checkpoint import Inferred
 from nano_inference.nanochat.format import open_tensors, own_config
-from nano_inference.text.tokenizer import load_tokenizer
-from nano_inference.types import BadRequest, ModelError, SamplingParams
+from nano_inference.types import BadRequest, ModelError
 from tests.nanochat.tiny import (
     GENERATIONS,
     SPECIAL_IDS,
@@ -80,52 +79,6 @@ def test_each_generation_opens_with_its_exact_keys(tmp_path: Path, generation: s
     assert checkpoint.dtype == "float32"
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_weights_load_and_the_model_runs(tmp_path: Path, generation: str) -> None:
-    write(tmp_path, generation)
-    state = state_dict(generation, model_config(generation))
-    with engine(tmp_path) as ours:
-        slots = dict(ours.parts.executor.weight_values())
-        assert set(slots) == set(state)
-        for name, weight in state.items():
-            assert torch.equal(slots[name], weight), name
-        sample = ours.generate([IDS], SamplingParams(max_tokens=5, seed=1, ignore_eos=True))[0]
-        assert len(sample.completion_tokens) == 5
-        assert max(sample.completion_tokens) < VOCAB
-
-
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_terms_are_inferred_from_weights(tmp_path: Path, generation: str) -> None:
-    write(tmp_path, generation)
-    terms = open_checkpoint(tmp_path).config.terms
-    assert terms is not None
-    columns = {"G2": 32, "G2e": 32, "G2s": 32, "G3": 12, "G4": 12}
-    assert terms.generation == generation
-    assert terms.has_lambdas == (generation != "G0")
-    assert terms.gate_columns == columns.get(generation, 0)
-    assert terms.smear_columns == (24 if generation == "G4" else 0)
-    assert terms.has_backout == (generation == "G4")
-    assert terms.bigram_rows == (5 * VOCAB if generation == "G2e" else 0)
-    assert terms.long_window == (None if generation == "G0" else 257)
-
-
-@pytest.mark.parametrize(
-    ("generation", "windows"),
-    [("G0", (None,) * 4), ("G1", (129, 129, 129, None)), ("G3", (129, 129, 129, None)), ("G4", (129, 129, 129, None))],
-)
-def test_windows_include_the_querys_own_key(tmp_path: Path, generation: str, windows: tuple[int | None, ...]) -> None:
-    write(tmp_path, generation)
-    assert tuple(layer.window for layer in open_checkpoint(tmp_path).config.layers) == windows
-
-
-@pytest.mark.parametrize(("generation", "window"), [("G1", 1025), ("G2", 1025), ("G3", 769), ("G4", 513)])
-def test_windows_of_a_real_length(tmp_path: Path, generation: str, window: int) -> None:
-    config = model_config(generation, sequence_len=2048, n_layer=6, window_pattern="SSSL")
-    write(tmp_path, generation, config=config)
-    windows = [layer.window for layer in open_checkpoint(tmp_path).config.layers]
-    assert windows == [window, window, window, None, window, None]
-
-
 @pytest.mark.parametrize(("pad", "rows"), [(1, 265), (64, 320), (128, 384)])
 @pytest.mark.parametrize("generation", ["G0", "G2e", "G4"])
 def test_padded_vocabularies(tmp_path: Path, generation: str, pad: int, rows: int) -> None:
@@ -136,34 +89,6 @@ def test_padded_vocabularies(tmp_path: Path, generation: str, pad: int, rows: in
     assert (checkpoint.config.vocab_size, checkpoint.config.terms.padded_vocab_size) == (VOCAB, rows)
     with engine(tmp_path) as ours:
         assert len(ours.score(IDS)) == len(IDS) - 1
-
-
-@pytest.mark.parametrize("generation", ["G0", "G2", "G4"])
-def test_compiled_prefix_of_names_is_removed(tmp_path: Path, generation: str) -> None:
-    state = state_dict(generation, model_config(generation))
-    write(tmp_path / "plain", generation, state=state)
-    write(tmp_path / "compiled", generation, state={f"_orig_mod.{name}": weight for name, weight in state.items()})
-    assert inferred(open_checkpoint(tmp_path / "compiled")).constants.generation == generation
-    with engine(tmp_path / "plain") as plain, engine(tmp_path / "compiled") as compiled:
-        assert plain.score(IDS) == compiled.score(IDS)
-
-
-def test_bfloat16_embeddings_with_float32_weights(tmp_path: Path) -> None:
-    """As saved by a run on CUDA; computation is float32 with unchanged values."""
-    config = model_config("G4")
-    state = state_dict("G4", config)
-    mixed = {
-        name: weight.bfloat16() if "wte" in name or "value_embeds" in name else weight for name, weight in state.items()
-    }
-    write(tmp_path / "mixed", "G4", state=mixed)
-    write(tmp_path / "wide", "G4", state={name: weight.float() for name, weight in mixed.items()})
-    with engine(tmp_path / "mixed") as ours, engine(tmp_path / "wide") as wide:
-        assert ours.score(IDS) == wide.score(IDS)
-
-
-def test_file_and_directory_open_the_same_model(tmp_path: Path) -> None:
-    path = write(tmp_path, "G3")
-    assert inferred(open_checkpoint(path)) == inferred(open_checkpoint(tmp_path))
 
 
 def test_end_tokens_are_read_from_the_tokenizer_or_inferred(tmp_path: Path) -> None:
@@ -191,13 +116,6 @@ def test_model_is_inferred_from_a_state_dict(generation: str) -> None:
 # ---- hints, gaps and patches ----------------------------------------------------------------------------------------
 
 
-def test_base_run_settings_are_used(tmp_path: Path) -> None:
-    for place in (tmp_path / "flat", tmp_path / "home" / "base_checkpoints" / "d4"):
-        write(place, "G2s")
-        found = inferred(open_checkpoint(place))
-        assert (found.constants.generation, found.constants.softcap, found.warnings) == ("G2s", 20, ())
-
-
 @pytest.mark.parametrize("directory", ["chatsft_checkpoints", "mid_checkpoints", "chatrl_checkpoints"])
 def test_settings_of_later_stages_are_ignored(tmp_path: Path, directory: str) -> None:
     write(tmp_path / directory / "d4", "G2s")
@@ -207,17 +125,6 @@ def test_settings_of_later_stages_are_ignored(tmp_path: Path, directory: str) ->
         assert [line for line in found.warnings if "softcap=20" in line]
         by_hand = inferred(open_checkpoint(path, ("softcap=20",)))
         assert (by_hand.constants.softcap, by_hand.reasons["softcap"]) == (20, "set by hand")
-
-
-def test_missing_window_pattern_is_inferred_with_a_warning(tmp_path: Path) -> None:
-    config = model_config("G2")
-    del config["window_pattern"]
-    write(tmp_path, "G2", config=config)
-    checkpoint = open_checkpoint(tmp_path)
-    assert [layer.window for layer in checkpoint.config.layers] == [None] * 4
-    assert [line for line in inferred(checkpoint).warnings if "window_pattern=SSSL" in line]
-    by_hand = open_checkpoint(tmp_path, ("window_pattern=SSSL",))
-    assert [layer.window for layer in by_hand.config.layers] == [129, 129, 129, None]
 
 
 @pytest.mark.parametrize("generation", ["G1", "G2", "G3"])
@@ -244,24 +151,6 @@ def test_one_missing_lambda_is_filled_in(tmp_path: Path, missing: str, value: fl
     assert inferred(open_checkpoint(tmp_path / "whole")).warnings == ()
     with engine(tmp_path / "whole") as whole, engine(tmp_path / "partial") as partial:
         assert whole.score(IDS) == partial.score(IDS)
-
-
-@pytest.mark.parametrize("generation", ["G2", "G2e", "G3", "G4"])
-def test_two_missing_lambdas_are_filled_in_or_rejected(tmp_path: Path, generation: str) -> None:
-    """Upstream's loader fills in both; a term without effect must not be accepted silently."""
-    state = state_dict(generation, model_config(generation))
-    neutral = {"resid_lambdas": torch.ones(4), "x0_lambdas": torch.zeros(4)}
-    write(tmp_path / "whole", generation, state=state | neutral)
-    write(tmp_path / "partial", generation, state={name: w for name, w in state.items() if name not in neutral})
-    with engine(tmp_path / "whole") as whole:
-        wanted = whole.score(IDS)
-    try:
-        partial = engine(tmp_path / "partial")
-    except ModelError as error:
-        assert "lambdas" in str(error)
-        return
-    with partial:
-        assert partial.score(IDS) == pytest.approx(wanted, abs=1e-6)
 
 
 # ---- rejected checkpoints -------------------------------------------------------------------------------------------
@@ -418,26 +307,6 @@ def test_override_changes_the_logits(tmp_path: Path, override: str) -> None:
             assert max(gaps) > 1e-3
 
 
-def test_softcap_changes_logprobs_but_not_greedy_tokens(tmp_path: Path) -> None:
-    write(tmp_path, "G2")
-    with engine(tmp_path) as plain, engine(tmp_path, "softcap=20") as ours:
-        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        first, second = (one.generate([IDS], params)[0] for one in (plain, ours))
-        assert first.completion_tokens == second.completion_tokens
-        assert max(abs(a - b) for a, b in zip(first.logprobs, second.logprobs, strict=True)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    "text", ["softcap", "cap=20", "softcap=-1", "generation=G9", "sequence_len=0", "rope_base=nan"]
-)
-def test_invalid_overrides_raise_bad_request(tmp_path: Path, text: str) -> None:
-    write(tmp_path, "G4")
-    with pytest.raises(BadRequest, match="overrides: "):
-        open_checkpoint(tmp_path, (text,))
-    with pytest.raises(BadRequest, match="overrides: "):
-        open_tensors(state_dict("G4", model_config("G4")), model_config("G4"), (text,))
-
-
 @pytest.mark.parametrize("text", ["qk_scale=100000", "qk_scale=1e-30", "gate_scale=5000"])
 def test_huge_override_values_are_rejected(tmp_path: Path, text: str) -> None:
     write(tmp_path, "G4")
@@ -477,17 +346,6 @@ def own(directory: Path, generation: str, changes: dict[str, Any], *overrides: s
     values["constants"] |= changes
     (directory / "config.json").write_text(json.dumps(values))
     return directory
-
-
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_exported_directory_opens_the_same_model(tmp_path: Path, generation: str) -> None:
-    own(tmp_path / "own", generation, {}, f"generation={generation}")
-    write(tmp_path / "pt", generation)
-    checkpoint, wanted = open_checkpoint(tmp_path / "own"), open_checkpoint(tmp_path / "pt")
-    assert checkpoint.config == wanted.config
-    assert inferred(checkpoint).constants.generation == generation
-    with engine(tmp_path / "own") as ours, engine(tmp_path / "pt") as theirs:
-        assert ours.score(IDS) == theirs.score(IDS)
 
 
 def test_exported_directory_keeps_overrides(tmp_path: Path) -> None:
@@ -575,12 +433,3 @@ def test_transformers_port_is_read(tmp_path: Path) -> None:
 )
 def test_inconsistent_transformers_port_is_rejected(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     assert reason in refusal(ported(tmp_path, **changes))
-
-
-def test_pickled_tokenizer_takes_precedence(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    write(tmp_path, "G4")
-    (tmp_path / "tokenizer.json").write_text("{}")  # for example of an older training
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.config.eos_token_ids == (260, 256)
-    assert load_tokenizer(checkpoint.tokenizer).vocab_size == 265

@@ -37,11 +37,6 @@ def test_shards_are_read_by_index(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_tensors_returns_a_new_iterator_each_time(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(save(make_model("llama"), tmp_path))
-    assert [name for name, _ in checkpoint.tensors()] == [name for name, _ in checkpoint.tensors()]
-
-
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_pieces", [1, 2])
@@ -58,17 +53,6 @@ def test_dtypes_are_converted(stored: torch.dtype, wanted: torch.dtype, num_piec
         target = torch.empty(header[name].shape, dtype=wanted)
         header[name].read_into(target)
         assert torch.equal(target, expected.to(wanted))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_reads_into_gpu_memory(tmp_path: Path) -> None:
-    values = torch.randn(37, 5)
-    save_file({"a": values}, tmp_path / "x")
-    for dtype in (torch.float32, torch.bfloat16):
-        target = torch.empty(37, 5, dtype=dtype, device="cuda")
-        read_header(tmp_path / "x")["a"].read_into(target)
-        assert torch.equal(target.cpu(), values.to(dtype))
 
 
 def test_file_truncated_after_opening_is_rejected(tmp_path: Path) -> None:
