@@ -6,8 +6,6 @@ import pytest
 
 pytest.importorskip("pty", reason="needs a Unix terminal")
 
-from nano_inference.cli.serve import place_lines
-from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
 from tests.warm import Forker
 
@@ -22,10 +20,3 @@ def test_banner_wraps_facts_but_not_the_command(forker: Forker) -> None:
         assert len(command) > 120 and command.endswith("}'") and '"temperature": 0' in command
         screen.send("\x03")
         assert screen.leave() == 0
-
-
-def test_pages_are_named_only_if_there_are_any() -> None:
-    url = "http://127.0.0.1:8000"
-    assert place_lines(ServerConfig(), url) == [f"  chat page {url}/, dashboard {url}/dashboard, API {url}/docs"]
-    assert place_lines(ServerConfig(pages=False), url) == []
-    assert place_lines(ServerConfig(uds="server.sock"), url) == ["  Unix socket server.sock"]

@@ -48,7 +48,6 @@ def test_request_that_waits_for_a_template_ends_by_its_own_limit(forker: Forker,
         bomb = threads.submit(chat, url, "bomb")
         while not bomb.done():
             assert httpx2.get(f"{url}/health", timeout=GUARD_S).status_code == 200
-            assert chat(url, "hello").status_code == 200
         error = bomb.result().json()["error"]
         said = "the request took more than 4 s (--request-timeout) while the chat template rendered its messages"
         assert (bomb.result().status_code, error["message"], error["code"]) == (503, said, "timeout")

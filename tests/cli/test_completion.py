@@ -99,23 +99,6 @@ def test_bash_completes_commands_options_and_choices(machine: Path) -> None:
     assert complete(machine, "models", "export", "--to", "h") == {"hf"}
 
 
-def test_bash_completes_models_of_cache_option(machine: Path, tmp_path: Path) -> None:
-    assert WHEELS[0].name not in complete(machine, "chat", "--cache", str(tmp_path), "--model", "")
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_accept_their_script(machine: Path, shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    subprocess.run([shell, "-n", str(machine / f"script.{shell}")], check=True, env=environment(machine))
-
-
-def test_scripts_call_complete_and_bash_falls_back_to_files(machine: Path) -> None:
-    for shell in ("bash", "zsh", "fish"):
-        assert "__complete" in (machine / f"script.{shell}").read_text(encoding="utf-8")
-    assert "\ncomplete -o default -F _nano_inference nano-inference\n" in (machine / "script.bash").read_text()
-
-
 def test_completion_installs_scripts(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ZSH", "ZSH_CUSTOM", "NANO_INFERENCE_CONFIG"):
         monkeypatch.delenv(name, raising=False)

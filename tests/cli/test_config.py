@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tomllib
@@ -16,7 +15,7 @@ from cyclopts import Argument
 
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import NOT_IN_FILES, default_file, options_of, variable_of, walk_commands
+from nano_inference.cli.arguments import NOT_IN_FILES, options_of, variable_of, walk_commands
 
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
@@ -69,16 +68,6 @@ def parse(page: str) -> dict[str, Any]:
 def settings(capsys: Capture, *argv: str) -> dict[str, Any]:
     """Return the options that a command line's --print-config prints as set."""
     return parse(run(capsys, *argv, "--print-config")[0])
-
-
-def test_last_of_a_repeated_option_is_used(capsys: Capture) -> None:
-    shown = settings(
-        capsys, "serve", "--port", "1", "--port=2", "--strict", "--no-strict", "--temp", "1", "--temp", "0.5"
-    )
-    values = [shown[name] for name in ("port", "strict", "temp")]
-    assert values == [2, False, 0.5]
-    listed = settings(capsys, "serve", "--served-model-name", "a", "--served-model-name", "b")
-    assert listed["served-model-name"] == ["a", "b"], "an option with several values keeps all"
 
 
 SAMPLES: dict[str, tuple[str, object]] = {
@@ -194,13 +183,6 @@ def test_keys_of_other_commands_are_ignored(tmp_path: Path, capsys: Capture) -> 
     assert found["system"] == "be brief" and found["max-tokens"] == "none" and "port" not in found
 
 
-def test_command_uses_values_of_file(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
-    model = json.dumps(str(tiny))
-    file = write(tmp_path / "c.toml", f"model = {model}\nmax-tokens = 3\n[generate]\nignore-eos = true\njson = true\n")
-    sample = json.loads(run(capsys, "generate", "hello", "--config", file)[0])
-    assert len(sample["token_ids"]) == 3
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -263,12 +245,6 @@ def test_error_names_environment_variable(capsys: Capture, monkeypatch: pytest.M
     assert err == "nano-inference: --port must be in [0, 65535], got 99999\n"
 
 
-def test_default_file_path() -> None:
-    assert default_file({"HOME": "/h"}) == Path("/h/.config/nano-inference/config.toml")
-    assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "/x"}) == Path("/x/nano-inference/config.toml")
-    assert default_file({"HOME": "/h", "XDG_CONFIG_HOME": "x"}) == Path("/h/.config/nano-inference/config.toml")
-
-
 # ---- --print-config
 
 
@@ -283,14 +259,6 @@ def test_print_config_output_is_an_equivalent_file(path: tuple[str, ...], tmp_pa
     again = run(capsys, *path, "--config", every, "--print-config")[0]
     found = {key: value for key, value in tomllib.loads("\n".join(lines)).items() if key != "device-type"}
     assert {key: value for key, value in parse(again).items() if key != "device-type"} == found
-
-
-def test_print_config_comments_out_chat_defaults(capsys: Capture) -> None:
-    """Read as a file, they would replace those of another model."""
-    page, _ = run(capsys, "chat", "--top-k", "0", "--print-config")
-    found = tomllib.loads(page)["chat"]
-    assert found["top-k"] == 0 and not {"temperature", "top-p", "min-p", "max-tokens"} & set(found)
-    assert "# max-tokens depends on the model" in page
 
 
 def test_print_config_comments_out_model_defaults(capsys: Capture) -> None:

@@ -46,19 +46,9 @@ def test_every_option_has_help() -> None:
             assert option.parameter.help, (path, option.name)
 
 
-def test_sampling_defaults_are_the_models(capsys: Capture) -> None:
-    for command in ("chat", "generate"):
-        text = page(capsys, command, "--help")
-        assert "Defaults are the model's (generation_config.json), else these." in text and "[default: 1.0]" in text
-
-
 def test_groups_list_their_commands(capsys: Capture) -> None:
     for argv in ((), ("--help",), ("models",), ("models", "--help")):
         text = page(capsys, *argv)
         wanted = [path[-1] for path in COMMANDS if path[:-1] == tuple(word for word in argv if word != "--help")]
         assert all(f"│ {name} " in text for name in wanted) and "Commands" in text
         assert ("--version" in text) == ("models" not in argv)
-
-
-def test_help_of_an_unknown_command_is_refused(capsys: Capture) -> None:
-    assert "nonsense" in page(capsys, "nonsense", "--help", code=2)

@@ -47,22 +47,6 @@ def test_ctrl_c_stops_answer_and_twice_at_prompt_quits(forker: Forker, tiny: Pat
         assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 
-def test_model_and_help_wrap_in_narrow_window(forker: Forker, tiny: Path) -> None:
-    with terminal("chat", "-m", str(tiny), forker=forker, rows=60, columns=40) as screen:
-        screen.ask("/model")
-        names = [row.split(" ")[0] for row in screen.text().partition("> /model\n")[2].splitlines() if row[0] != " "]
-        assert [name for name in names if "/" not in name] == [
-            *("model", "parameters", "file", "precision", "context", "backend", ">")
-        ]  # fmt: skip
-        assert tiny.name in screen.text().replace("\n", "")
-        screen.ask("/help")
-        rows = screen.text().partition("> /help\n")[2].splitlines()
-        words = " ".join(row.strip() for row in rows).split()
-        assert {"conversation.", "conversation's", "overwrites.", "repeated.", "backslash,"} <= set(words)
-        screen.send("\x04")
-        assert screen.leave() == 0
-
-
 class Pressing(io.StringIO):
     """An output whose first text comes with Ctrl-C, pressed some times."""
 

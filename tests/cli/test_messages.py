@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import sys
@@ -11,15 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.cli import main
 from nano_inference.cli.arguments import size_of
-from nano_inference.executors.devices import available_memory
-from nano_inference.server.app import guard_policy
-from nano_inference.server.config import ServerConfig
-from nano_inference.server.security import KeyRing, load_keys
-from tests.cli.test_serve import forked
-from tests.warm import Forker
 
 Capture = pytest.CaptureFixture[str]
 TOO_MUCH = "100TiB"
@@ -50,11 +42,6 @@ def misshapen(model: Path, directory: Path) -> Path:
     return directory
 
 
-def test_misshapen_weights_are_refused_by_name(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
-    line = refusal(capsys, "generate", "hello", "--model", str(misshapen(tiny, tmp_path / "model")))
-    assert "mlp" in line and "the checkpoint has the shape" in line
-
-
 def refusal(capsys: Capture, *argv: str) -> str:
     """Run a command that must fail with code 2; return its one line."""
     assert main(argv) == 2
@@ -72,9 +59,6 @@ def given(place: str, key: str, value: str, tmp_path: Path, monkeypatch: pytest.
         return ()
     (tmp_path / "c.toml").write_text(f'{key} = "{value}"\n')
     return ("--config", str(tmp_path / "c.toml"))
-
-
-PLACES = ("flag", "environment", "file")
 
 
 @pytest.mark.parametrize(
@@ -97,31 +81,6 @@ def test_size_of_parses_units(text: str, size: int | None) -> None:
     assert size_of(text) == size
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_kv_cache_bytes_accepts_units(
-    place: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = given(place, "kv-cache-bytes", "1.5GiB", tmp_path, monkeypatch)
-    assert main(["serve", *words, "--print-config"]) == 0
-    assert f"\nkv-cache-bytes = {3 << 29}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        ("flag", "--kv-cache-bytes"),
-        ("environment", "NANO_INFERENCE_KV_CACHE_BYTES"),
-        ("file", "kv-cache-bytes"),
-    ],
-)
-def test_invalid_kv_cache_bytes_names_its_source(
-    place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = refusal(capsys, "serve", *given(place, "kv-cache-bytes", "plenty", tmp_path, monkeypatch))
-    assert line.startswith(f"{name} must be bytes, or a size such as 512MiB or 2GB, got 'plenty'")
-    assert ("c.toml" in line) == (place == "file")
-
-
 @pytest.mark.parametrize(
     ("place", "name"),
     [("flag", "--kv-cache-bytes"), ("environment", "NANO_INFERENCE_KV_CACHE_BYTES"), ("file", "kv-cache-bytes")],
@@ -136,33 +95,12 @@ def test_cache_larger_than_memory_is_rejected_before_loading(
     assert "give a smaller size" in line and ("c.toml" in line) == (place == "file")
 
 
-def test_cache_larger_than_memory_names_the_field_in_python(tiny: Path) -> None:
-    config = EngineConfig(model_path=str(tiny), kv_cache_bytes=2 * available_memory() + (64 << 30), device="cpu")
-    with pytest.raises(ValueError, match=r"^kv_cache_bytes: \d+ bytes .* more than the available memory, \d+ bytes"):
-        InferenceEngine(config)
-
-
-@pytest.mark.parametrize(
-    ("place", "name"), [("flag", "--host"), ("environment", "NANO_INFERENCE_HOST"), ("file", "host")]
-)
-def test_public_host_without_key_names_the_flags(
-    place: str, name: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = refusal(capsys, "serve", "--port", "0", *given(place, "host", "0.0.0.0", tmp_path, monkeypatch))
-    expected = f"{name} 0.0.0.0 can be reached from other machines: set --api-key-file or --api-key, or --insecure"
-    assert line.startswith(expected) and ("c.toml" in line) == (place == "file")
-
-
-def test_public_host_without_key_names_the_fields_in_python() -> None:
-    config = ServerConfig(host="0.0.0.0")
-    with pytest.raises(ValueError, match=r"^host 0\.0\.0\.0 can .*: set api_key_file or api_key, or insecure$"):
-        guard_policy(config, KeyRing.of(load_keys(config)))
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("serve", "--max-n", "0"), "--max-n must be in [1, 65536], got 0"),
+        (("serve", "--kv-cache-bytes", "plenty"), "--kv-cache-bytes must be bytes, or a size such as 512MiB or 2GB"),
+        (("serve", "--port", "0", "--host", "0.0.0.0"), "--host 0.0.0.0 can be reached from other machines: set --api"),
         (("serve", "--root-path", "llm"), "--root-path must begin with a slash"),
         (("serve", "--port", "70000"), "--port must be in [0, 65535], got 70000"),
         (("serve", "--port", "0", "--api-key", "short"), "--api-key: key 1 is shorter than 8 characters"),
@@ -200,16 +138,6 @@ def test_port_in_use_names_its_source(
     assert line.startswith(expected)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may listen on every port")
-def test_privileged_port_suggests_another(capsys: Capture) -> None:
-    assert "set --port to 1024 or more" in refusal(capsys, "serve", "--port", "80")
-
-
-def test_foreign_address_is_named(capsys: Capture) -> None:
-    line = refusal(capsys, "serve", "--host", "192.0.2.1", "--port", "0", "--api-key", "long-enough-key")
-    assert line.startswith("--host 192.0.2.1: cannot listen on it: ")
-
-
 def test_base_model_is_rejected_before_loading(base_model: Path, tmp_path: Path, capsys: Capture) -> None:
     said = "is a base model: it has no chat template"
     model = misshapen(base_model, tmp_path / "model")
@@ -231,14 +159,6 @@ def test_context_above_the_models_limit_is_printed(tiny: Path, capsys: Capture) 
 def test_cache_smaller_than_context_is_printed(tiny: Path, capsys: Capture) -> None:
     assert main(["generate", "hello", "--model", str(tiny), "--max-tokens", "2", "--kv-cache-bytes", "16KiB"]) == 0
     assert "tokens, the size of the KV cache (--kv-cache-bytes sets it)]" in capsys.readouterr().err
-
-
-def test_serve_prints_context_limits(forker: Forker, tiny: Path) -> None:
-    with forked(forker, tiny, "--max-model-len", "100") as server:
-        server.wait_for(r"context 100 tokens of the model's 32768")
-    with forked(forker, tiny, "--max-model-len", "100000", "--kv-cache-bytes", "16KiB") as server:
-        server.wait_for(r"context 32768 tokens, the model's limit \(--max-model-len 100000 is more\)")
-        server.wait_for(r"a request has at most \d+ tokens, the size of the KV cache")
 
 
 @pytest.mark.parametrize(

