@@ -49,6 +49,6 @@ def test_freed_memory_returns_to_the_driver(new: Callable[[], Executor], monkeyp
         monkeypatch.setattr(torch.cuda, "empty_cache", note)
         size = executor.weight_bytes
         executor.free_cache()
-        executor.move_weights(torch.device("cpu"))
-        executor.discard_weights()
+        executor.weights.move(torch.device("cpu"))
+        executor.weights.discard()
     assert size > 0 and held == [(0, size, "cuda"), (0, size, "cpu"), (0, 0, "")]

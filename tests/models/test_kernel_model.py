@@ -154,9 +154,9 @@ def test_weights_can_be_discarded_and_replaced(library: Library, tmp_path: Path)
     inputs = steps(checkpoint.config.vocab_size)[:1]
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)
     weights, first = model.model, computed(model, inputs)
-    model.discard_weights()
+    model.weights.discard()
     assert model.weight_bytes == 0
     with pytest.raises(AssertionError):
         computed(model, inputs)
-    model.commit(weights)
+    model.weights.commit(weights)
     assert torch.equal(computed(model, inputs)[0].logits_TV, first[0].logits_TV)

@@ -39,7 +39,7 @@ class Stall:
 
 
 class Stalling:
-    """An executor, or an update of it, that waits inside one of an update's methods."""
+    """An executor, its weights, or an update of them, that waits inside one of an update's methods."""
 
     def __init__(self, own: Any, method: str, stall: Stall) -> None:
         self._own, self._method, self._stall = own, method, stall
@@ -49,6 +49,8 @@ class Stalling:
             self._stall.is_reached.set()
             self._stall.may_go.wait()
         found = getattr(self._own, name)
+        if name == "weights":
+            return Stalling(found, self._method, self._stall)
         return (lambda **options: Stalling(found(**options), self._method, self._stall)) if name == "stage" else found
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.executors.protocol import Executor
+from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.types import WeightError
 from tests.models.families import make_model
 from tests.parallel.ranks import open_ranks
@@ -88,26 +88,23 @@ def test_a_broken_part_leaves_every_rank_on_the_old_weights(rank: int, tiny: Pat
         assert engine.weights_checksum() != checksum
 
 
-class Staging:
-    """An executor whose updates set `is_freed` when they are freed."""
-
-    def __init__(self, own: Any, is_freed: threading.Event) -> None:
-        self._own, self._is_freed = own, is_freed
-
-    def stage(self, **options: Any) -> Any:
-        staged = self._own.stage(**options)
-        weakref.finalize(staged, self._is_freed.set)
-        return staged
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-
 def test_a_refused_update_is_freed_on_the_other_ranks(tiny: Path) -> None:
     is_freed = threading.Event()
     weights = weights_of(tiny, 1.25)
     del weights["model.layers.1.mlp.down_proj.weight"]
-    with open_ranks(config(tiny, 2), changed=lambda own: cast(Executor, Staging(own, is_freed))) as engine:
+
+    def changed(own: Executor) -> Executor:
+        stage = own.weights.stage
+
+        def watched(**options: Any) -> Staged:
+            staged = stage(**options)
+            weakref.finalize(staged, is_freed.set)
+            return staged
+
+        own.weights.stage = watched  # type: ignore[method-assign]
+        return own
+
+    with open_ranks(config(tiny, 2), changed=changed) as engine:
         with pytest.raises(WeightError):
             engine.update_weights(weights, blocking=True)
         assert is_freed.wait(60)

@@ -13,7 +13,7 @@ import transformers
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.build import EngineParts, assemble
-from nano_inference.executors.protocol import Executor, Staged
+from nano_inference.executors.protocol import Executor, Staged, Weights
 from nano_inference.executors.staging import Pace
 from tests.models.families import make_model
 
@@ -63,8 +63,15 @@ class InPieces:
     """An executor that calls `on_piece`, in the staging thread, before it copies or packs a piece of an update."""
 
     def __init__(self, inner: Executor, on_piece: Callable[[], None]) -> None:
-        self._inner = inner
-        self._on_piece = on_piece
+        self._inner, self.weights = inner, _WeightsInPieces(inner.weights, on_piece)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _WeightsInPieces:
+    def __init__(self, inner: Weights, on_piece: Callable[[], None]) -> None:
+        self._inner, self._on_piece = inner, on_piece
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -34,10 +34,10 @@ def load_weights(executor: Executor, sources: Mapping[str, WeightSource], progre
     named = known_sources(executor.program, sources)
     specs = {spec.name: spec for spec in executor.program.weights}
     done, total = 0, 4 * sum(math.prod(spec.shape) for spec in specs.values())
-    staged = executor.stage()
+    staged = executor.weights.stage()
     for name, source in named.items():
         staged.put(specs[name], source)
         done += 4 * math.prod(source.shape)
         if progress is not None:
             progress(done, total)
-    executor.commit(staged.finish())
+    executor.weights.commit(staged.finish())

@@ -1,4 +1,6 @@
-"""`Executor`: the interface through which the core, `weights`, `assemble` and the command line run a model.
+"""`Executor`: the interface through which the core, `weights`, `build` and the command line run a model.
+
+An executor has two components: `weights` and `cache`.
 
 Shapes: T tokens of a step, V vocabulary.
 """
@@ -25,12 +27,38 @@ from nano_inference.models.program import Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSize:
-    """Size of a KV cache; `Executor.block_bytes` returns the memory of one block."""
+    """Size of a KV cache; `Cache.block_bytes` returns the memory of one block."""
 
     num_blocks: int
     block_size: int  # tokens per block
     dtype: KvDtype = "auto"
     eager: bool = False  # commit all memory pages at once, if the executor can; otherwise as blocks are used
+
+
+class Cache(Protocol):
+    """Owns the memory of keys and values."""
+
+    def dtype(self, wanted: KvDtype) -> torch.dtype:
+        """Return the precision of keys and values. Raises `ValueError` if the executor does not support it."""
+
+    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
+        """Return the bytes of one block, over all layers."""
+
+    def free_bytes(self, share: float) -> int:
+        """Return the default size in bytes; `share` of a GPU's memory is for weights and cache."""
+
+    def allocate(self, size: CacheSize) -> None:
+        """Allocate the memory, replacing earlier memory. `Executor.run` needs it."""
+
+    def free(self) -> None:
+        """Free the memory."""
+
+    def restore(self) -> None:
+        """Allocate the memory again, empty."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that are allocated now."""
 
 
 class Staged(Protocol):
@@ -46,7 +74,7 @@ class Staged(Protocol):
         """Return True if a weight that was put equals another source once packed."""
 
     def finish(self) -> Any:
-        """Return the argument of `Executor.commit`: the new weights, completed by the current ones.
+        """Return the argument of `Weights.commit`: the new weights, completed by the current ones.
 
         Raises `WeightError` if another rank has refused its part (tensor parallelism).
         """
@@ -55,26 +83,67 @@ class Staged(Protocol):
         """Drop the new weights, before or after `finish`; they must not be committed."""
 
 
+class Weights(Protocol):
+    """Owns the weights in use, and replaces them between two steps."""
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> Staged:
+        """Start filling new weights; `check_finite` rejects NaN and infinity."""
+
+    def commit(self, staged: Any) -> None:
+        """Replace the weights by the result of `Staged.finish`. Call between two steps only.
+
+        `staged` may be held before, so that several executors commit together. Can be interrupted at any point and
+        called again.
+        """
+
+    def drop_spare(self) -> None:
+        """Free memory that is reserved for the next update."""
+
+    def discard(self) -> None:
+        """Free the memory of the weights; `run` then needs a new `commit`."""
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights to a device; does nothing for an executor that computes in main memory only."""
+
+    def values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight), all or those in `names`, in the precision in which updates are stored."""
+
+    def staged_values(self, staged: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight) of weights that are not committed yet; see `values`."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the precision in which updates are stored; "float32" also if narrower weights stay as they are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the weights in memory."""
+
+
 class Executor(Protocol):
     """Owns a model's weights, the memory of its KV cache and the buffers of a step. Not thread-safe."""
 
     config: ModelConfig
     program: Program
     device: torch.device
-    lookahead: int  # default of `EngineConfig.lookahead`
-    steps_share_processors: bool
+    weights: Weights
+    cache: Cache
+    lookahead: int = 1  # default of `EngineConfig.lookahead`
+    steps_share_processors: bool = True
     """Whether steps run on the processors that gather new weights, so that both must take turns."""
 
     @property
     def code(self) -> str:
-        """Return "torch", or the instruction set of the CPU kernels."""
+        """Return "torch", "cuda", or the instruction set of the CPU kernels."""
 
     @property
     def failure(self) -> BaseException | None:
         """Return why no step can run any more, such as a lost rank; None while steps can. Thread-safe."""
+        return None
 
     def close(self) -> None:
         """End the processes that belong to the executor, if any. Can be called again."""
+        return
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         """Copy and clear blocks (see `Runner.run`), compute the rows' K/V and draw; return results by row id.
@@ -90,76 +159,47 @@ class Executor(Protocol):
 
         0 for devices whose memory is not divided in advance.
         """
-
-    def free_bytes(self, share: float) -> int:
-        """Return the default size of a KV cache in bytes; `share` of a GPU's memory is for weights and cache."""
+        return 0
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Compile and record the usual steps; `progress` receives (done, total).
+        """Compile and record the usual steps, if anything is; `progress` receives (done, total).
 
         Needs weights and a cache, whose blocks it may overwrite: call it before the first request.
         """
-
-    # ---- cache ----
-
-    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return the precision of keys and values. Raises `ValueError` if this executor does not support it."""
-
-    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        """Return the bytes of one block, over all layers."""
-
-    def new_cache(self, size: CacheSize) -> None:
-        """Allocate the KV cache, replacing an earlier one. `run` needs one."""
+        return
 
     def free_cache(self) -> None:
-        """Free the cache's memory."""
+        """Free the cache's memory (`Runner.free_cache`)."""
+        self.cache.free()
 
     def restore_cache(self) -> None:
-        """Allocate the cache again, empty."""
-
-    @property
-    def cache_bytes(self) -> int:
-        """Return the bytes of keys and values that are allocated now."""
-
-    # ---- weights ----
-
-    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> Staged:
-        """Start filling new weights; `check_finite` rejects NaN and infinity."""
-
-    def commit(self, staged: Any) -> None:
-        """Replace the weights by the result of `Staged.finish`. Call between two steps only.
-
-        `staged` may be held before, so that several executors commit together. Can be interrupted at any point and
-        called again.
-        """
-
-    def drop_spare(self) -> None:
-        """Free memory that is reserved for the next update."""
-
-    def discard_weights(self) -> None:
-        """Free the memory of the weights; `run` then needs a new `commit`."""
-
-    def move_weights(self, device: torch.device) -> None:
-        """Move the weights to a device; does nothing for an executor that computes in main memory only."""
-
-    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight), all or those in `names`, in the precision in which updates are stored."""
-
-    def staged_values(self, staged: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) of weights that are not committed yet; see `weight_values`."""
-
-    @property
-    def weight_dtype(self) -> str:
-        """Return the precision in which updates are stored; "float32" also if narrower weights stay as they are."""
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of the weights in memory."""
-
-    # ---- further views of the same model ----
+        """Allocate the cache again, empty (`Runner.restore_cache`)."""
+        self.cache.restore()
 
     def copy(self) -> Executor:
         """Return a second executor with the same weights and no cache; updates of one do not affect the other."""
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Return float32 logits [T, V] of every token of a step, using a cache that the caller owns. Slow."""
+
+    # ---- short forms for callers outside of the executors ----
+
+    def new_cache(self, size: CacheSize) -> None:
+        self.cache.allocate(size)
+
+    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
+        return self.cache.block_bytes(block_size, dtype)
+
+    def free_bytes(self, share: float) -> int:
+        return self.cache.free_bytes(share)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.num_bytes
+
+    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        return self.weights.values(names)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.num_bytes

@@ -23,7 +23,7 @@ from nano_inference.parallel.staged import part_of, source_of
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of
 
-_UPDATES = frozenset({"stage", "item", "compare", "finish", "staged_values", "discard"})
+_UPDATES = frozenset({"stage", "item", "compare", "finish", "staged_values", "cancel"})
 """Commands of a weight update, which have a group of their own if rank 0 sends the tensors."""
 Fill = Callable[[Callable[[str, WeightSource], None]], None]
 """Calls its argument with (name, tensor) for every whole tensor of an update."""
@@ -100,18 +100,21 @@ class Follower:
         match command:
             case "ping":
                 pass
-            case "free_cache" | "restore_cache" | "drop_spare" | "discard_weights":
-                getattr(executor, command)()
-            case "free_bytes" | "step_bytes":
-                commands.gather(torch.tensor([getattr(executor, command)(argument)]))
-            case "new_cache":
-                executor.new_cache(CacheSize(**argument))
+            case "step_bytes" | "free_bytes":
+                component: Any = executor if command == "step_bytes" else executor.cache
+                commands.gather(torch.tensor([getattr(component, command)(argument)]))
+            case "allocate":
+                executor.cache.allocate(CacheSize(**argument))
+            case "free" | "restore":
+                getattr(executor.cache, command)()
+            case "drop_spare" | "discard":
+                getattr(executor.weights, command)()
             case "commit":
-                executor.commit(model.finished)
-            case "move_weights":
-                executor.move_weights(torch.device("cpu") if argument == "away" else executor.device)
+                executor.weights.commit(model.finished)
+            case "move":
+                executor.weights.move(torch.device("cpu") if argument == "away" else executor.device)
             case "values":
-                ((_, tensor),) = executor.weight_values((argument,))
+                ((_, tensor),) = executor.weights.values((argument,))
                 commands.send(tensor.cpu(), 0)
             case "copy":
                 self._models[argument] = _Model(executor.copy())
@@ -156,18 +159,18 @@ class Follower:
                 model.gate = model.staged = None
                 group.exchange(model.fault)
             case "staged_values":
-                values = model.executor.staged_values(model.finished)
+                values = model.executor.weights.staged_values(model.finished)
                 group.send(next(tensor for name, tensor in values if name == argument).cpu(), 0)
-            case "discard":
+            case "cancel":
                 self._drop(model)
 
     def _stage(self, model: _Model, fill: Fill | None, check_finite: bool, paced: bool) -> None:
         """Start an update; with `fill`, stage this rank's parts of the tensors that every rank has."""
         self._drop(model)
         if paced:
-            model.gate = StepGate(share_of(model.executor.weight_bytes))
+            model.gate = StepGate(share_of(model.executor.weights.num_bytes))
         pace = None if model.gate is None else model.gate.wait_for_turn
-        model.staged = model.executor.stage(pace=pace, check_finite=check_finite)
+        model.staged = model.executor.weights.stage(pace=pace, check_finite=check_finite)
         model.fault = "" if self._is_fed or fill is not None else "has not called update_weights"
 
         def put(name: str, source: WeightSource) -> None:  # rank 0 checks names and shapes

@@ -12,6 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from nano_inference.parallel.links import Group, Links
 from nano_inference.types import EngineDead
 
@@ -81,6 +84,11 @@ class Leader:
                 return result
 
         return self._uninterrupted(run)
+
+    def gather(self, command: str, number: int, argument: float, work: Callable[[], int]) -> Tensor:
+        """Return the numbers that `work` returns here, and a command on the other ranks."""
+        commands = self.links.commands
+        return self.ask(command, number, [argument], lambda: commands.gather(torch.tensor([work()])))
 
     @contextmanager
     def updating(self) -> Iterator[Group]:

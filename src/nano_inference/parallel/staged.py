@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from nano_inference.executors.protocol import Staged
+from nano_inference.executors.protocol import Executor, Staged
+from nano_inference.executors.staging import Pace
 from nano_inference.loading.gguf import PackedTensor
 from nano_inference.loading.pieces import DTYPES, FileRange
 from nano_inference.loading.sources import TensorSource, WeightSource
@@ -19,6 +21,8 @@ from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.links import Group
 from nano_inference.parallel.shard import Cut, Shard, shard
 from nano_inference.types import WeightError
+
+Result = TypeVar("Result")
 
 
 class Whole:
@@ -45,6 +49,66 @@ class Whole:
             target = full.narrow(cut.axis, cut.start, cut.stop - cut.start)
             target.copy_(group.receive(torch.empty(target.shape, dtype=own.dtype), rank) if rank else own)
         return full
+
+
+class ShardedWeights:
+    """The weights of all ranks; satisfies `protocol.Weights`, which documents the methods."""
+
+    def __init__(self, own: Executor, whole: Whole, leader: Leader, number: int) -> None:
+        """`own` has rank 0's part; `number` is the executor's."""
+        self._own, self._device, self._program = own.weights, own.device, whole.program
+        self._whole, self._leader, self._number = whole, leader, number
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> ShardedStaged:
+        with self._leader.updating() as group:
+            group.broadcast("stage", self._number, {"check_finite": check_finite, "paced": pace is not None})
+        own = self._own.stage(pace=pace, check_finite=check_finite)
+        return ShardedStaged(own, self._whole, self._leader, self._number)
+
+    def commit(self, staged: Any) -> None:
+        self._ask("commit", lambda: self._own.commit(staged))
+
+    def drop_spare(self) -> None:
+        self._ask("drop_spare", self._own.drop_spare)
+
+    def discard(self) -> None:
+        self._ask("discard", self._own.discard)
+
+    def move(self, device: torch.device) -> None:
+        self._ask("move", lambda: self._own.move(device), "here" if device == self._device else "away")
+
+    def values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole weight), put together from the ranks' parts."""
+        commands = self._leader.links.commands
+        for spec in self._program.weights:
+            name = spec.name
+            if names is None or name in names:
+                ((_, own),) = self._own.values((name,))
+                if self._whole.is_cut(name):
+                    own = self._ask("values", partial(self._whole.joined, name, own, commands), name)
+                yield name, own
+
+    def staged_values(self, staged: Any) -> Iterator[tuple[str, Tensor]]:
+        own = dict(self._own.staged_values(staged))
+        for spec in self._program.weights:
+            value = own[spec.name]
+            if self._whole.is_cut(spec.name):
+                with self._leader.updating() as group:
+                    group.broadcast("staged_values", self._number, spec.name)
+                    value = self._whole.joined(spec.name, value, group)
+            yield spec.name, value
+
+    @property
+    def dtype(self) -> str:
+        return self._own.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of rank 0's weights."""
+        return self._own.num_bytes
+
+    def _ask(self, command: str, work: Callable[[], Result], *arguments: Any) -> Result:
+        return self._leader.ask(command, self._number, list(arguments), work)
 
 
 class ShardedStaged:
@@ -83,7 +147,7 @@ class ShardedStaged:
     def discard(self) -> None:
         self._own.discard()
         with self._leader.updating() as group:
-            group.broadcast("discard", self._number)
+            group.broadcast("cancel", self._number)
 
     def _part(self, spec: WeightSpec, source: WeightSource) -> WeightSource:
         return part_of(source, self._whole.shards[0].cuts.get(spec.name))

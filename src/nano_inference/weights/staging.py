@@ -67,7 +67,7 @@ class Staging:
 
     @torch.no_grad()
     def complete(self) -> Any:
-        """Check that no tensor is missing; return the argument of `Executor.commit`."""
+        """Check that no tensor is missing; return the argument of `Weights.commit`."""
         missing = [name for name in self._specs if name not in self._taken]
         if missing and not self._is_partial:
             rest = f" and {len(missing) - _SHOWN_NAMES} more" if len(missing) > _SHOWN_NAMES else ""

@@ -99,7 +99,7 @@ class WeightSyncManager:
         if state == "failed":
             self._job = None
             raise job.take_failure()
-        self._executor.commit(job.staged)
+        self._executor.weights.commit(job.staged)
         self._has_weights = True
         self.version, self.label = job.version or self.version + 1, job.update.label
         self._job = None
@@ -205,26 +205,26 @@ class WeightSyncManager:
     @property
     def dtype(self) -> str:
         """Return the precision in which weights are stored."""
-        return self._executor.weight_dtype
+        return self._executor.weights.dtype
 
     def sleep(self, *, discard: bool) -> None:
         """Free the weights if `discard`, else move them from a GPU to main memory."""
         self._has_weights = self._has_weights and not discard
-        self._executor.drop_spare()
+        self._executor.weights.drop_spare()
         if discard:
-            self._executor.discard_weights()
+            self._executor.weights.discard()
         else:
-            self._executor.move_weights(torch.device("cpu"))
+            self._executor.weights.move(torch.device("cpu"))
 
     def wake(self) -> None:
         """Move the weights back to the executor's device."""
-        self._executor.move_weights(self._executor.device)
+        self._executor.weights.move(self._executor.device)
 
     def checksum(self) -> str:
         """Return `weights_checksum` of the current weights. Raises `WeightError` if they were discarded."""
         if not self._has_weights:
             raise WeightError("the weights were discarded")
-        return digest(self._executor.weight_values())
+        return digest(self._executor.weights.values())
 
     def _new_job(self, given: WeightUpdate | NamedWeights) -> _Job:
         """Return the job of a new update. Raises as `require_idle`, and `WeightError` for no source."""
@@ -250,13 +250,13 @@ class _Job:
         self.update = replace(update, weights={})  # the tensors are referred to only while they are gathered
         self._named = named
         self.version: int | None = None  # see `WeightSyncManager.release`
-        self.staged: Any = None  # the argument of `Executor.commit`
+        self.staged: Any = None  # the argument of `Weights.commit`
         self._gathered: Staged | None = None  # the owner of the complete update
         self.error: BaseException | None = None
         self.thread: threading.Thread | None = None
         self.is_cancelled = threading.Event()
         self.takes_turns = executor.steps_share_processors
-        self.gate = StepGate(share_of(executor.weight_bytes))
+        self.gate = StepGate(share_of(executor.weights.num_bytes))
         self.deadline = None if update.timeout is None else time.monotonic() + update.timeout
 
     def run(self) -> None:
@@ -275,7 +275,7 @@ class _Job:
     def _stage(self) -> Any:
         executor, update = self._executor, self.update
         pace = self._pace if self.thread and self.takes_turns else None
-        staged = executor.stage(pace=pace, check_finite=not update.allow_nonfinite)
+        staged = executor.weights.stage(pace=pace, check_finite=not update.allow_nonfinite)
         staging = Staging(executor.program, staged, is_partial=update.partial)
         source = pairs(self._named)
         try:
@@ -290,11 +290,11 @@ class _Job:
             complete = staging.complete()
             for tied, name in staging.only_aliases.items() if update.partial else ():
                 # A new head came without its embedding, which stays as it is: the two must be equal.
-                new = next(value for found, value in executor.staged_values(complete) if found == tied)
-                if not all(torch.equal(new, old) for _, old in executor.weight_values((tied,))):
+                new = next(value for found, value in executor.weights.staged_values(complete) if found == tied)
+                if not all(torch.equal(new, old) for _, old in executor.weights.values((tied,))):
                     raise differs(name, tied)
             expected = self.update.checksum  # it may be set while the weights are gathered
-            checksum = None if expected is None else digest(executor.staged_values(complete))
+            checksum = None if expected is None else digest(executor.weights.staged_values(complete))
             if checksum != expected:
                 raise WeightError(f"checksum: the update has {checksum}, {expected} was expected")
         except BaseException as error:

@@ -6,8 +6,9 @@ Shapes: T tokens of a step, K kept tokens, S rows, E hidden size, V vocabulary, 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -17,20 +18,19 @@ from torch import Tensor
 from nano_inference.config import KvDtype
 from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows, previous_tokens
+from nano_inference.executors.cache import CacheMemory
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
-from nano_inference.executors.cpu.matrix import Matrix
 from nano_inference.executors.cpu.native import Cache, Continuation, Layout, NativeProgram
 from nano_inference.executors.cpu.store import KernelStore
-from nano_inference.executors.cpu.weights import CpuStaged, Rounding, values_of
-from nano_inference.executors.devices import free_bytes
-from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.cpu.weights import LiveCpuWeights, Rounding
+from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WholeVocabulary
-from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.models.config import ModelConfig
+from nano_inference.models.ops import Op
 from nano_inference.models.program import Program
 from nano_inference.models.rope import RotaryTable
 
@@ -49,12 +49,8 @@ class CpuModel:
     logits: NativeProgram  # final norm and head
 
 
-class CpuExecutor:
-    """Owns packed weights, the KV cache and a step's buffers; satisfies `protocol.Executor`, which documents it."""
-
-    lookahead = 1
-    steps_share_processors = True
-    failure = None
+class CpuExecutor(Executor):
+    """Owns packed weights, the KV cache and a step's buffers."""
 
     def __init__(
         self,
@@ -80,20 +76,14 @@ class CpuExecutor:
         self.sampler = KernelSampler(library) if sampler is None else sampler
         self._vocabulary = WholeVocabulary(kernel_normalise(library))
         self._lowerings = lowerings
-        self._ropes = rope_tables(program, max_len)
         self._mode = InferenceMode()
-        self._model: CpuModel | None = None
-        self._shared: frozenset[str] = frozenset()
-        """Names of matrices that a copy may share: their memory is never reused."""
-        self._spare: dict[str, Matrix] = {}
-        """Replaced matrices; the next update reuses their memory, because filling new pages is several times slower."""
-        self._store: KernelStore | None = None
+        bind = partial(bound, program, library, rope_tables(program, max_len), lowerings)
+        self.weights: LiveCpuWeights[CpuModel] = LiveCpuWeights(program, library, rounding, bind)
+        self.cache = CacheMemory(program, self.device, kv_dtype, partial(new_store, program, library))
 
     @property
     def code(self) -> str:
         return self.library.isa
-
-    # ---- steps ----
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         return self._mode.run(lambda: self._run(rows, copies, fresh))
@@ -102,13 +92,9 @@ class CpuExecutor:
         self.store.prepare(fresh, copies)
         return run_step(self, rows, self.sampler, self._vocabulary)
 
-    def close(self) -> None:
-        """Do nothing: the executor has no processes."""
-
     def recover(self) -> None:
-        """Undo what an interrupted `run` left in this thread."""
-        if self._store is not None:
-            self._store.recover()
+        if self.cache.is_allocated:
+            self.store.recover()
         self._mode.recover()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
@@ -153,139 +139,49 @@ class CpuExecutor:
 
     @property
     def model(self) -> CpuModel:
-        assert self._model is not None, "there are no weights"
-        return self._model
-
-    def step_bytes(self, block_size: int) -> int:
-        return 0
-
-    def free_bytes(self, share: float) -> int:
-        return free_bytes(self.device, share)
-
-    def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Do nothing: the kernels are compiled already."""
-
-    # ---- cache ----
+        return self.weights.model
 
     @property
     def store(self) -> KernelStore:
-        assert self._store is not None, "there is no cache"
-        return self._store
-
-    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return float32 for "auto"."""
-        return torch.bfloat16 if wanted == "bfloat16" else torch.float32
-
-    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
-
-    def new_cache(self, size: CacheSize) -> None:
-        self._store = new_store(
-            self.program,
-            size.num_blocks,
-            size.block_size,
-            self.library,
-            self.cache_dtype(size.dtype),
-            eager=size.eager,
-        )
-
-    def free_cache(self) -> None:
-        self.store.free()
-
-    def restore_cache(self) -> None:
-        self.store.restore()
-
-    @property
-    def cache_bytes(self) -> int:
-        return 0 if self._store is None else self._store.num_bytes
-
-    # ---- weights ----
-
-    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> CpuStaged:
-        """Start filling new weights, reusing the memory of replaced ones first."""
-        live = None if self._model is None else self._model.weights
-        spare, self._spare = self._spare, {}
-        tables = self.program.tables
-        return CpuStaged(
-            self.library, self._rounding, live, self._bound, spare, tables, pace, check_finite=check_finite
-        )
-
-    def _bound(self, weights: CpuWeights) -> CpuModel:
-        program, x = self.program, {"x": self.program.hidden_size}
-
-        def native(of: Program, part: str, given: Mapping[str, int], result: str) -> NativeProgram:
-            ops = {"body": of.body, "final": of.final, "logits": (*of.final, *of.head)}[part]
-            ropes = self._ropes if part == "body" else ()
-            return NativeProgram(self.library, lowered(of, ops, weights, given, result, self._lowerings), ropes)
-
-        full = program.without_windows() if program.has_full_decode else None
-        return CpuModel(
-            weights=weights,
-            body=native(program, "body", {}, "x"),
-            full_body=None if full is None else native(full, "body", {}, "x"),
-            final=native(program, "final", x, "h"),
-            logits=native(program, "logits", x, "logits"),
-        )
-
-    def commit(self, staged: CpuModel) -> None:
-        if self._model is staged:
-            return
-        old, new = {} if self._model is None else self._model.weights.matrices, staged.weights.matrices
-        replaced = {name: matrix for name, matrix in old.items() if matrix is not new[name]}
-        spare = {name: matrix for name, matrix in replaced.items() if name not in self._shared}
-        # In this order, an interruption never marks memory as spare that the model still uses.
-        self._model = staged
-        self._spare = spare
-        self._shared = self._shared - replaced.keys()
-
-    def drop_spare(self) -> None:
-        self._spare = {}
-
-    def discard_weights(self) -> None:
-        """Free the memory of the weights, unless a copy shares it."""
-        self._model, self._spare = None, {}
-
-    def move_weights(self, device: torch.device) -> None:
-        """Do nothing: the weights are always in main memory."""
-
-    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight), each unpacked when it is yielded."""
-        yield from self._values(self.model.weights, names)
-
-    def staged_values(self, staged: CpuModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) of staged weights, each unpacked when it is yielded."""
-        yield from self._values(staged.weights, None)
-
-    def _values(self, weights: CpuWeights, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
-        for spec in self.program.weights:
-            if names is None or spec.name in names:
-                yield spec.name, values_of(self.library, weights, spec, self._rounding)
-
-    @property
-    def weight_dtype(self) -> str:
-        return "float32" if self._rounding == "own" else self._rounding
-
-    @property
-    def weight_bytes(self) -> int:
-        return 0 if self._model is None else self._model.weights.num_bytes
+        return self.cache.store
 
     def copy(self) -> CpuExecutor:
         """Return a second executor that shares the packed weights."""
         other = CpuExecutor(
             self.config, self.program, self.library, self._max_len, self._rounding, self.sampler, self._lowerings
         )
-        other.commit(other._bound(self.model.weights))
-        self._shared = other._shared = frozenset(self.model.weights.matrices)
+        self.weights.share_with(other.weights, self.weights.rebound())
         return other
 
 
-def new_store(
-    program: Program, num_blocks: int, block_size: int, library: Library, dtype: torch.dtype, *, eager: bool = False
-) -> KernelStore:
-    """Return a cache for a program's layers; `eager` faults in all of its pages in the background."""
+def kv_dtype(wanted: KvDtype) -> torch.dtype:
+    """Return the precision of keys and values: float32 by default."""
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def new_store(program: Program, library: Library, size: CacheSize, dtype: torch.dtype) -> KernelStore:
+    """Return a cache for a program's layers."""
     _, num_kv_heads, head_dim = head_sizes(program)
-    num_layers = len(program.caches)
-    return KernelStore(num_layers, num_blocks, block_size, num_kv_heads, head_dim, library, dtype=dtype, eager=eager)
+    shape = (len(program.caches), size.num_blocks, size.block_size, num_kv_heads, head_dim)
+    return KernelStore(*shape, library, dtype=dtype, eager=size.eager)
+
+
+def bound(program: Program, library: Library, ropes: Ropes, lowerings: Lowerings, weights: CpuWeights) -> CpuModel:
+    """Return a program lowered onto weights."""
+    x = {"x": program.hidden_size}
+
+    def native(of: Program, ops: Sequence[Op], given: Mapping[str, int], result: str) -> NativeProgram:
+        kernel_ops = lowered(of, ops, weights, given, result, lowerings)
+        return NativeProgram(library, kernel_ops, () if given else ropes)  # only bodies rotate
+
+    full = program.without_windows() if program.has_full_decode else None
+    return CpuModel(
+        weights=weights,
+        body=native(program, program.body, {}, "x"),
+        full_body=None if full is None else native(full, full.body, {}, "x"),
+        final=native(program, program.final, x, "h"),
+        logits=native(program, (*program.final, *program.head), x, "logits"),
+    )
 
 
 def rope_tables(program: Program, max_len: int) -> Ropes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,17 +15,77 @@ from torch import Tensor
 from nano_inference.executors.cpu.library import BF16, F32, INT8, Library
 from nano_inference.executors.cpu.lower import CpuWeights
 from nano_inference.executors.cpu.matrix import PLAIN, Matrix, Packer, can_keep, can_round, pack_blocks, scan, unpack
+from nano_inference.executors.live_weights import LiveWeights
 from nano_inference.executors.staging import SMALL_PIECE, NotFinite, Pace, pieces_of, rows_of
 from nano_inference.loading.gguf import PackedTensor
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
+from nano_inference.models.program import Program
 from nano_inference.support.memory import Slabs
 
 _LARGE_PIECE = 1 << 18  # elements packed at a time when no steps run: they fit the second-level cache
 
 Rounding = Literal["own", "bfloat16", "int8"]  # storage precision of weights: "own" keeps that of the source
-Model = TypeVar("Model")
+
+
+class BoundWeights(Protocol):
+    """A program lowered onto weights."""
+
+    @property
+    def weights(self) -> CpuWeights: ...
+
+
+Model = TypeVar("Model", bound=BoundWeights)
+
+
+class LiveCpuWeights(LiveWeights[Model]):
+    """Packed weights, always in main memory; satisfies `protocol.Weights`."""
+
+    def __init__(
+        self, program: Program, library: Library, rounding: Rounding, bind: Callable[[CpuWeights], Model]
+    ) -> None:
+        super().__init__(torch.device("cpu"), lambda model: model.weights.matrices)
+        self._program, self._library, self._rounding, self._bind = program, library, rounding, bind
+
+    def rebound(self) -> Model:
+        """Return the same weights bound anew, with buffers of their own."""
+        return self._bind(self.model.weights)
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> CpuStaged:
+        """Start filling new weights, reusing the memory of replaced ones first."""
+        live = None if self._model is None else self._model.weights
+        spare, self._spare = self._spare, {}
+        tables = self._program.tables
+        return CpuStaged(
+            self._library, self._rounding, live, self._bind, spare, tables, pace, check_finite=check_finite
+        )
+
+    def move(self, device: torch.device) -> None:
+        """Do nothing."""
+
+    def values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight), each unpacked when it is yielded."""
+        return self._values(self.model.weights, names)
+
+    def staged_values(self, staged: Model) -> Iterator[tuple[str, Tensor]]:
+        return self._values(staged.weights, None)
+
+    def _values(self, weights: CpuWeights, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+        for spec in self._program.weights:
+            if names is None or spec.name in names:
+                is_matrix = spec.kind == "matrix"
+                values = unpack(self._library, weights.matrices[spec.name]) if is_matrix else weights.vectors[spec.name]
+                is_rounded = self._rounding == "bfloat16" and spec.kind != "number"
+                yield spec.name, values.bfloat16() if is_rounded else values
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self._rounding == "own" else self._rounding
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._model is None else self._model.weights.num_bytes
 
 
 class CpuStaged:
@@ -82,7 +142,7 @@ class CpuStaged:
         """Do nothing: the memory is freed with the object."""
 
     def finish(self) -> object:
-        """Return the new weights, completed by the current ones, as `Executor.commit` takes them."""
+        """Return the new weights, completed by the current ones, as `Weights.commit` takes them."""
         live = self._live or CpuWeights({}, {})
         matrices = MappingProxyType({**live.matrices, **self._matrices})
         return self._finish(CpuWeights(matrices, MappingProxyType({**live.vectors, **self._vectors})))
@@ -167,9 +227,3 @@ class CpuStaged:
     @property
     def _name(self) -> str:
         return "bfloat16" if self._rounding == "bfloat16" else "float32"
-
-
-def values_of(library: Library, weights: CpuWeights, spec: WeightSpec, rounding: Rounding) -> Tensor:
-    """Return one weight unpacked to the precision in which updates are stored; numbers stay float32."""
-    values = unpack(library, weights.matrices[spec.name]) if spec.kind == "matrix" else weights.vectors[spec.name]
-    return values.bfloat16() if rounding == "bfloat16" and spec.kind != "number" else values

@@ -7,15 +7,15 @@ Shapes: T tokens of a pass, K kept tokens, S rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nano_inference.config import KvDtype
 from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
@@ -24,16 +24,15 @@ from nano_inference.executors.cuda.memory import Limits, StepMemory, check_progr
 from nano_inference.executors.cuda.passes import Pass, PassRow, TokenRow, build_pass
 from nano_inference.executors.cuda.registers import Lowered
 from nano_inference.executors.cuda.shrink import run_in_parts
+from nano_inference.executors.cuda.weights import LiveCudaWeights
 from nano_inference.executors.cuda.windows import Windows, fits_window
-from nano_inference.executors.devices import free_bytes, release_unused
-from nano_inference.executors.protocol import CacheSize
+from nano_inference.executors.devices import release_unused
+from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WHOLE
-from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Result, run_step
 from nano_inference.executors.step_input import ForwardInput
-from nano_inference.executors.torch.executor import new_store
+from nano_inference.executors.torch.executor import torch_cache
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.types import SamplingParams
@@ -46,12 +45,25 @@ def make_stepper(step: Callable[[StepKey], None], device: torch.device) -> Stepp
     return CapturedStepper(step, device) if device.type == "cuda" else EagerStepper(step)
 
 
-class CudaExecutor:
-    """Owns a model's weights, its KV cache and the memory of its steps; satisfies `protocol.Executor`."""
+@dataclass(slots=True)
+class Made:
+    """What an executor allocates at its first step; refers to the weights, and the windows to the cache."""
+
+    memory: StepMemory | None = None
+    windows: Windows | None = None
+
+    def drop_windows(self) -> None:
+        self.windows = None
+
+    def drop(self) -> None:
+        self.memory = self.windows = None
+
+
+class CudaExecutor(Executor):
+    """Owns a model's weights, its KV cache and the memory of its steps."""
 
     code = "cuda"
     steps_share_processors = False
-    failure = None
 
     def __init__(
         self,
@@ -74,14 +86,10 @@ class CudaExecutor:
         self.dtype = dtype
         self.lookahead = limits.lookahead
         self._kernels, self._limits, self._stepper = kernels, limits, stepper
-        self._layout = layout_of(program)
         self._mode = InferenceMode()
-        self._weights: TorchWeights | None = None
-        self._memory: StepMemory | None = None
-        self._store: KVStore | None = None
-        self._windows: Windows | None = None
-
-    # ---- steps ----
+        self._made = Made()
+        self.weights = LiveCudaWeights(program, self.device, dtype, self._made.drop)
+        self.cache = torch_cache(program, self.device, dtype, self._made.drop_windows)
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         return self._inside(lambda: self._run(rows, copies))
@@ -100,20 +108,16 @@ class CudaExecutor:
         if len(rows) <= self._limits.max_rows and all(fits_window(row, has_full_decode=is_full) for row in rows):
             with suppress(torch.OutOfMemoryError):
                 return self.windows.run(rows)
-            self._windows = None
+            self._made.drop_windows()
             release_unused(self.device)
         return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
 
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
         return run_step(self, rows, self.memory.draws.draw, WHOLE)
 
-    def close(self) -> None:
-        """Do nothing: the executor has no processes."""
-
     def recover(self) -> None:
-        """Undo what an interrupted `run` left in this thread."""
         self._mode.recover()
-        self._windows = None
+        self._made.drop_windows()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         """Return the residual [K, E] in memory that the next pass overwrites."""
@@ -174,20 +178,17 @@ class CudaExecutor:
     @property
     def memory(self) -> StepMemory:
         """Return the memory of the steps; it is allocated when it is first needed after the weights."""
-        if self._memory is None:
-            assert self._weights is not None, "there are no weights"
-            self._memory = StepMemory(self.program, self._weights, self._kernels, self._limits, self.dtype)
-        return self._memory
+        if self._made.memory is None:
+            weights = self.weights.model.weights
+            self._made.memory = StepMemory(self.program, weights, self._kernels, self._limits, self.dtype)
+        return self._made.memory
 
     @property
     def windows(self) -> Windows:
-        if self._windows is None:
+        if self._made.windows is None:
             step = self.memory.decode_step(self.store)
-            self._windows = Windows(step, self._stepper(step.run, self.device))
-        return self._windows
-
-    def free_bytes(self, share: float) -> int:
-        return free_bytes(self.device, share)
+            self._made.windows = Windows(step, self._stepper(step.run, self.device))
+        return self._made.windows
 
     def step_bytes(self, block_size: int) -> int:
         """Return what the largest pass and window allocate on CUDA, beside the memory of steps, allocated here."""
@@ -195,14 +196,14 @@ class CudaExecutor:
             return 0
         steps = tuple(largest_steps(self.memory.limits, block_size))
         num_blocks = 1 + max(block for rows in steps for row in rows for block in row.blocks)
-        self.new_cache(CacheSize(num_blocks=num_blocks, block_size=block_size))
+        self.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size))
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         for rows in steps:
             self.run(rows, (), ())
         peak = torch.cuda.max_memory_allocated(self.device)
-        self._windows = self._store = None
+        self.cache.drop()
         release_unused(self.device)
         return peak - before
 
@@ -216,108 +217,16 @@ class CudaExecutor:
 
         self._inside(work)
 
-    # ---- cache ----
-
     @property
     def store(self) -> KVStore:
-        assert self._store is not None, "there is no cache"
-        return self._store
-
-    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return the program's precision. Raises `ValueError` for another one."""
-        if wanted == "bfloat16" and self.dtype != torch.bfloat16:
-            raise ValueError("kv_cache_dtype=bfloat16 needs the CPU kernels, or weights in bfloat16")
-        return self.dtype
-
-    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
-
-    def new_cache(self, size: CacheSize) -> None:
-        """Allocate the KV cache; `eager` has no effect."""
-        self._windows = None
-        self._store = new_store(
-            self.program, size.num_blocks, size.block_size, self.cache_dtype(size.dtype), self.device
-        )
-
-    def free_cache(self) -> None:
-        self._windows = None
-        self.store.free()
-        release_unused(self.device)
-
-    def restore_cache(self) -> None:
-        self._windows = None
-        self.store.restore()
-
-    @property
-    def cache_bytes(self) -> int:
-        return 0 if self._store is None else self._store.num_bytes
-
-    # ---- weights ----
-
-    @property
-    def weights(self) -> TorchWeights:
-        assert self._weights is not None, "there are no weights"
-        return self._weights
-
-    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
-        """Start filling new weights in main memory (pinned for CUDA); on the device if there are none yet."""
-        live = self._weights
-        where = self.device if live is None else torch.device("cpu")
-        is_pinned = live is not None and self.device.type == "cuda"
-        return TorchStaged(
-            *(self._layout, live, lambda weights: weights, {}, where, self.dtype, pace),
-            check_finite=check_finite,
-            is_pinned=is_pinned,
-        )
-
-    def commit(self, staged: TorchWeights) -> None:
-        """Copy the staged weights over the current ones, at the same addresses."""
-        if self._weights is None:
-            self._weights = staged
-        elif self._weights is not staged:
-            install(self._weights, staged)
-
-    def drop_spare(self) -> None:
-        """Do nothing: updates reserve no memory on the device."""
-
-    def discard_weights(self) -> None:
-        self._drop_memory()
-        self._weights = None
-        release_unused(self.device)
-
-    def _drop_memory(self) -> None:
-        """Free the memory of the steps, which refers to the weights."""
-        self._windows = self._memory = None
-
-    def move_weights(self, device: torch.device) -> None:
-        """Move the weights to a device, for example to main memory while the engine sleeps."""
-        if self._weights is not None and any(s.device != device for s in self._weights.stacks.values()):
-            self._drop_memory()
-            self._weights = self._weights.moved(device)
-            release_unused(self.device)
-
-    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) without copying."""
-        yield from ((name, t) for name, t in self.weights.tensors.items() if names is None or name in names)
-
-    def staged_values(self, staged: TorchWeights) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) of staged weights without copying."""
-        yield from staged.tensors.items()
-
-    @property
-    def weight_dtype(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def weight_bytes(self) -> int:
-        return 0 if self._weights is None else self._weights.num_bytes
+        return self.cache.store
 
     def copy(self) -> CudaExecutor:
         """Return a second executor with copies of the weights."""
         other = CudaExecutor(
             self.config, self.program, self.device, self.dtype, self._kernels, self._limits, self._stepper
         )
-        other.commit(self.weights.copied())
+        other.weights.commit(self.weights.copied())
         return other
 
 
@@ -328,16 +237,6 @@ def rows_of(inputs: ForwardInput) -> list[TokenRow]:
         TokenRow(tuple(tokens[one.offset : one.offset + one.num_tokens]), previous[one.offset], one.start, one.blocks)
         for one in inputs.spans
     ]
-
-
-def install(live: TorchWeights, staged: TorchWeights) -> None:
-    """Copy the stacks of `staged` that are not `live`'s own over them; waits for the device. Can be repeated."""
-    for name, stack in staged.stacks.items():
-        if stack is not live.stacks[name]:
-            live.stacks[name].copy_(stack, non_blocking=True)
-    device = next(iter(live.stacks.values())).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the staged memory may be reused
 
 
 _PLAIN = SamplingParams(temperature=1.0, logprobs=1)

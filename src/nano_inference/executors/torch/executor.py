@@ -5,8 +5,9 @@ Shapes: T tokens of a step, K kept tokens, S rows, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,15 @@ from torch import Tensor
 from nano_inference.config import KvDtype
 from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows, build
-from nano_inference.executors.devices import free_bytes, release_unused
+from nano_inference.executors.cache import CacheMemory
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WHOLE, draw
-from nano_inference.executors.staging import Pace
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.attention import Backend, StepContext
 from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.executors.torch.weights import TorchStaged, TorchWeights, layout_of
+from nano_inference.executors.torch.weights import Bound, LiveTorchWeights, TorchWeights
 from nano_inference.executors.vocabulary import Vocabulary
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Copy, Keep, Store
@@ -33,22 +33,18 @@ from nano_inference.models.rope import RotaryTable
 
 
 @dataclass(frozen=True, slots=True)
-class TorchModel:
+class TorchModel(Bound):
     """A program bound to weights."""
 
-    weights: TorchWeights
     body: CompiledPart
     final: CompiledPart
     logits: CompiledPart  # final norm and head
 
 
-class TorchExecutor:
-    """Owns a model's weights and the memory of its KV cache; satisfies `protocol.Executor`, which documents it."""
+class TorchExecutor(Executor):
+    """Owns a model's weights and the memory of its KV cache."""
 
     code = "torch"
-    lookahead = 1
-    steps_share_processors = True
-    failure = None
 
     def __init__(
         self,
@@ -76,17 +72,11 @@ class TorchExecutor:
         self.sampler = sampler
         self._operations = operations
         self._vocabulary = vocabulary
-        self._layout = layout_of(program)
         self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
         self._mode = InferenceMode()
-        self._model: TorchModel | None = None
-        self._borrowed: frozenset[str] = frozenset()
-        """Names of stacks in another executor's memory, which is never reused for updates."""
-        self._spare: dict[str, Tensor] = {}
-        """Replaced stacks; the next update reuses their memory, because filling new pages is several times slower."""
-        self._store: KVStore | None = None
-
-    # ---- steps ----
+        bind = partial(bound, program, operations)
+        self.weights: LiveTorchWeights[TorchModel] = LiveTorchWeights(program, self.device, dtype, bind)
+        self.cache = torch_cache(program, self.device, dtype)
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
         return self._mode.run(lambda: self._run(rows, copies, fresh))
@@ -95,11 +85,7 @@ class TorchExecutor:
         self.store.prepare(fresh, copies)
         return run_step(self, rows, self.sampler, self._vocabulary)
 
-    def close(self) -> None:
-        """Do nothing: the executor has no processes."""
-
     def recover(self) -> None:
-        """Leave inference mode if an interruption left it on."""
         self._mode.recover()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
@@ -140,105 +126,16 @@ class TorchExecutor:
 
     @property
     def model(self) -> TorchModel:
-        assert self._model is not None, "there are no weights"
-        return self._model
-
-    def step_bytes(self, block_size: int) -> int:
-        return 0
-
-    def free_bytes(self, share: float) -> int:
-        return free_bytes(self.device, share)
-
-    def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Do nothing: nothing is compiled in advance."""
-
-    # ---- cache ----
+        return self.weights.model
 
     @property
     def store(self) -> KVStore:
-        assert self._store is not None, "there is no cache"
-        return self._store
-
-    def cache_dtype(self, wanted: KvDtype) -> torch.dtype:
-        """Return the program's precision. Raises `ValueError` for another one."""
-        if wanted == "bfloat16" and self.dtype != torch.bfloat16:
-            raise ValueError("kv_cache_dtype=bfloat16 needs the CPU kernels, or weights in bfloat16")
-        return self.dtype
-
-    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        return self.program.kv_bytes_per_token(self.cache_dtype(dtype).itemsize) * block_size
-
-    def new_cache(self, size: CacheSize) -> None:
-        """Allocate the KV cache; `eager` has no effect."""
-        self._store = new_store(
-            self.program, size.num_blocks, size.block_size, self.cache_dtype(size.dtype), self.device
-        )
-
-    def free_cache(self) -> None:
-        self.store.free()
-        release_unused(self.device)
-
-    def restore_cache(self) -> None:
-        self.store.restore()
-
-    @property
-    def cache_bytes(self) -> int:
-        return 0 if self._store is None else self._store.num_bytes
-
-    # ---- weights ----
-
-    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
-        """Start filling new weights, reusing the memory of replaced ones first."""
-        live = None if self._model is None else self._model.weights
-        spare, self._spare = self._spare, {}
-        finish = self._bound
-        return TorchStaged(self._layout, live, finish, spare, self.device, self.dtype, pace, check_finite=check_finite)
-
-    def commit(self, staged: TorchModel) -> None:
-        if self._model is staged:
-            return
-        old, new = {} if self._model is None else self._model.weights.stacks, staged.weights.stacks
-        replaced = {name: stack for name, stack in old.items() if stack is not new[name]}
-        is_kept = self.device.type == "cpu"
-        spare = {name: stack for name, stack in replaced.items() if is_kept and name not in self._borrowed}
-        # In this order, an interruption never marks memory as spare that the model still uses.
-        self._model = staged
-        self._spare = spare
-        self._borrowed = self._borrowed - replaced.keys()
-
-    def drop_spare(self) -> None:
-        self._spare = {}
-
-    def discard_weights(self) -> None:
-        self._model, self._spare = None, {}
-        release_unused(self.device)
-
-    def move_weights(self, device: torch.device) -> None:
-        """Move the weights to a device, for example to main memory while the engine sleeps."""
-        if self._model is not None and any(s.device != device for s in self._model.weights.stacks.values()):
-            self._model = self._bound(self._model.weights.moved(device))
-            release_unused(self.device)
-
-    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) without copying."""
-        return ((n, tensor) for n, tensor in self.model.weights.tensors.items() if names is None or n in names)
-
-    def staged_values(self, staged: TorchModel) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, weight) of staged weights without copying."""
-        return iter(staged.weights.tensors.items())
-
-    @property
-    def weight_dtype(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def weight_bytes(self) -> int:
-        return 0 if self._model is None else self._model.weights.num_bytes
+        return self.cache.store
 
     def copy(self) -> TorchExecutor:
         """Return a second executor with copies of the weights."""
         other = self._other(self.sampler)
-        other.commit(self._bound(self.model.weights.copied()))
+        other.weights.commit(self.weights.copied())
         return other
 
     def _other(self, sampler: Sampler) -> TorchExecutor:
@@ -253,15 +150,6 @@ class TorchExecutor:
             self._vocabulary,
         )
 
-    def _bound(self, weights: TorchWeights) -> TorchModel:
-        program, operations, x = self.program, self._operations, {"x": self.program.hidden_size}
-        return TorchModel(
-            weights,
-            body=CompiledPart(program.body, weights, {}, "x", operations),
-            final=CompiledPart(program.final, weights, x, "h", operations),
-            logits=CompiledPart((*program.final, *program.head), weights, x, "logits", operations),
-        )
-
     def on_same_weights(self, sampler: Sampler) -> TorchExecutor:
         """Return a second executor that shares the weights' memory and uses another sampler; see `lend_to`."""
         other = self._other(sampler)
@@ -271,12 +159,21 @@ class TorchExecutor:
     def lend_to(self, other: Executor) -> None:
         """Share this executor's weights with another torch executor, between two of its steps.
 
-        Writes to that memory change both. Updates of `other` allocate new memory.
+        Writes to that memory change both. Updates of either allocate new memory.
         """
         assert isinstance(other, TorchExecutor)
-        other._borrowed = frozenset(self._layout)
-        other.drop_spare()
-        other._model = self.model
+        self.weights.share_with(other.weights, self.model)
+
+
+def bound(program: Program, operations: Operations, weights: TorchWeights) -> TorchModel:
+    """Return a program bound to weights."""
+    x = {"x": program.hidden_size}
+    return TorchModel(
+        weights,
+        body=CompiledPart(program.body, weights, {}, "x", operations),
+        final=CompiledPart(program.final, weights, x, "h", operations),
+        logits=CompiledPart((*program.final, *program.head), weights, x, "logits", operations),
+    )
 
 
 def check_operations(program: Program, operations: Operations) -> None:
@@ -284,6 +181,22 @@ def check_operations(program: Program, operations: Operations) -> None:
     unknown = {type(op) for op in program.ops} - {*operations, Store, Keep, Copy}
     if unknown:
         raise ValueError(f"torch has no operation {', '.join(sorted(one.__name__ for one in unknown))}")
+
+
+def torch_cache(
+    program: Program, device: torch.device, own: torch.dtype, on_change: Callable[[], None] = lambda: None
+) -> CacheMemory[KVStore]:
+    """Return the cache component of a program in the precision `own`; `CacheSize.eager` has no effect."""
+
+    def dtype_of(wanted: KvDtype) -> torch.dtype:
+        if wanted == "bfloat16" and own != torch.bfloat16:
+            raise ValueError("kv_cache_dtype=bfloat16 needs the CPU kernels, or weights in bfloat16")
+        return own
+
+    def make(size: CacheSize, dtype: torch.dtype) -> KVStore:
+        return new_store(program, size.num_blocks, size.block_size, dtype, device)
+
+    return CacheMemory(program, device, dtype_of, make, on_change)
 
 
 def new_store(program: Program, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVStore:

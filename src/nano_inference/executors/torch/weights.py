@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from nano_inference.executors.devices import release_unused
+from nano_inference.executors.live_weights import LiveWeights
 from nano_inference.executors.staging import NotFinite, Pace, dtype_name, is_finite, pieces_of, rows_of
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import Linear, WeightSpec
@@ -52,6 +54,9 @@ class TorchWeights:
         """Return the bytes of all stacks."""
         return sum(stack.nbytes for stack in self.stacks.values())
 
+    def are_on(self, device: torch.device) -> bool:
+        return all(stack.device == device for stack in self.stacks.values())
+
     def moved(self, device: torch.device) -> TorchWeights:
         """Return the same weights on a device; in page-locked memory if they leave a GPU for main memory."""
         stacks: dict[str, Tensor] = {}
@@ -65,6 +70,58 @@ class TorchWeights:
         """Return a deep copy of the weights."""
         copies = {name: huge_empty(tuple(s.shape), s.dtype, s.device).copy_(s) for name, s in self.stacks.items()}
         return TorchWeights(self.layout, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Weights, and in derived classes what an executor binds to them."""
+
+    weights: TorchWeights
+
+
+AnyBound = TypeVar("AnyBound", bound=Bound)
+
+
+class LiveTorchWeights(LiveWeights[AnyBound]):
+    """The weights of an executor in one tensor a stack; satisfies `protocol.Weights`."""
+
+    def __init__(
+        self, program: Program, device: torch.device, dtype: torch.dtype, bind: Callable[[TorchWeights], AnyBound]
+    ) -> None:
+        super().__init__(device, lambda model: model.weights.stacks)
+        self._layout, self._dtype, self._bind = layout_of(program), dtype, bind
+
+    def stage(self, *, pace: Pace | None = None, check_finite: bool = False) -> TorchStaged:
+        """Start filling new weights, reusing the memory of replaced ones first."""
+        live = None if self._model is None else self._model.weights
+        spare, self._spare = self._spare, {}
+        return TorchStaged(
+            self._layout, live, self._bind, spare, self.device, self._dtype, pace, check_finite=check_finite
+        )
+
+    def move(self, device: torch.device) -> None:
+        if self._model is not None and not self._model.weights.are_on(device):
+            self._model = self._bind(self._model.weights.moved(device))
+            release_unused(self.device)
+
+    def values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, weight) without copying."""
+        return ((n, tensor) for n, tensor in self.model.weights.tensors.items() if names is None or n in names)
+
+    def staged_values(self, staged: AnyBound) -> Iterator[tuple[str, Tensor]]:
+        return iter(staged.weights.tensors.items())
+
+    @property
+    def dtype(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._model is None else self._model.weights.num_bytes
+
+    def copied(self) -> AnyBound:
+        """Return the argument of another executor's `commit`: a deep copy."""
+        return self._bind(self.model.weights.copied())
 
 
 def views_of(specs: Sequence[WeightSpec], stack: Tensor) -> dict[str, Tensor]:
@@ -124,7 +181,7 @@ class TorchStaged:
         """Do nothing: the memory is freed with the object."""
 
     def finish(self) -> Any:
-        """Return the new weights, completed by the current ones, as `Executor.commit` takes them."""
+        """Return the new weights, completed by the current ones, as `Weights.commit` takes them."""
         for name in self._fresh:
             for spec in self._layout[name]:
                 if spec.name not in self._taken:
