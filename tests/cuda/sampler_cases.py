@@ -30,7 +30,6 @@ from nano_inference.executors.cuda.sample_records import (
 from nano_inference.executors.sampling import draw as reference_draw
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.cuda.case import Case, error
-from tests.effort import IS_THOROUGH
 
 MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
 _NUM_TOPS, _NUM_STOPS = 4, 3
@@ -198,9 +197,8 @@ def tied_rows() -> tuple[Tensor, list[Row]]:
         {"top_k": 7}, {"top_k": 501}, {"top_p": 0.5}, {"top_k": 700, "top_p": 0.75}, {"min_p": 0.3}, {"min_p": 1.0},
         {"temperature": 0.0}, {"top_p": 1e-9}, {"top_k": 5, "top_p": 0.5}, {},
     ]  # fmt: skip
-    share = 1 if IS_THOROUGH else 2
     asked = [(logits_V, kind) for kind in kinds]
-    asked += [(flat_V, kind) for kind in kinds[::share]] + [(sparse_V, kind) for kind in kinds[share - 1 :: share]]
+    asked += [(flat_V, kind) for kind in kinds[::2]] + [(sparse_V, kind) for kind in kinds[1::2]]
     rows = [row(number, MODES[number % 3], **kind) for number, (_, kind) in enumerate(asked)]
     return torch.stack([one for one, _ in asked]), rows
 
@@ -307,7 +305,7 @@ def distant_chunks_error(kernels: Kernels, device: torch.device) -> float:
 
 def truncating_neighbour_error(kernels: Kernels, device: torch.device) -> float:
     """Return 0 if rows that do not truncate have the same bits beside one that does; else 1."""
-    count = 12 if IS_THOROUGH else 5
+    count = 5
     logits_BV = torch.randn(count + 1, 5000, generator=torch.Generator().manual_seed(0)).mul(3)
     found = []
     for top_k in (0, 5):

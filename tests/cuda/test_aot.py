@@ -11,20 +11,22 @@ from typing import Any
 
 import pytest
 
-from scripts.aot import PUBLISHED, Result, stacks, waits_first
-from tests.effort import IS_THOROUGH
+from scripts.aot import PUBLISHED, waits_first
 
 ROOT = Path(__file__).parents[2]
-MOST_CONFIGURATIONS = 60 if IS_THOROUGH else 50
+MOST_CONFIGURATIONS = 50
 OLD_TRITON = ROOT / ".cache" / "triton-3.6"
 """The version that torch 2.11 comes with."""
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="NO TRITON: pip install -e '.[aot]' (286 MB)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="NO TRITON: pip install -e '.[aot]' (286 MB)"
+    ),
+]
 
 
-@pytest.fixture(scope="module", params=["current", "3.6"])
+@pytest.fixture(scope="module", params=["current", pytest.param("3.6", marks=pytest.mark.nightly)])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """The resources of a choice in which every kernel and every value of a trait occurs."""
     command = [sys.executable, str(ROOT / "scripts" / "aot.py"), "--json", "--jobs", "1"]
@@ -59,13 +61,6 @@ def test_choice_has_every_kernel_and_value_of_a_trait() -> None:
     assert num_covered(pairwise(whole, MOST_CONFIGURATIONS), 1) == num_covered(whole, 1)
 
 
-def test_configurations_have_different_names() -> None:
-    from scripts.configurations import configurations
-
-    names = [one.name for one in configurations()]
-    assert len(names) == len(set(names))
-
-
 def test_a_kernel_that_reads_or_writes_before_it_waits_is_an_error() -> None:
     """`test_choice_compiles` finds those of the choice."""
     wait = "griddepcontrol.wait; // dummy %r1\n"
@@ -78,12 +73,6 @@ def test_a_kernel_that_reads_or_writes_before_it_waits_is_an_error() -> None:
         assert not waits_first(f"{access}\n{wait}")
         assert not waits_first(access)
     assert not waits_first(f"cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10;\n{wait}")
-
-
-def test_configurations_that_use_stack_are_listed() -> None:
-    found = [Result("a", stack=8), Result("b"), Result("c", stack=64)]
-    assert list(stacks(found)) == ["2 use stack:", "  64 bytes  c", "   8 bytes  a"]
-    assert list(stacks(found[1:2])) == ["0 use stack"]
 
 
 def test_decode_and_groups_use_the_same_tensor_core_instruction(results: list[dict[str, Any]]) -> None:

@@ -12,10 +12,11 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import NAMES, config_of, prompts, write_model
 from tests.cuda.strict import Strictly
-from tests.effort import IS_THOROUGH
-from tests.models.families import make_model
+from tests.models.families import make_model, others_nightly
 from tests.test_batch_invariance import ThreadsKept
 from tests.test_lookahead import REQUESTS, run_all
+
+pytestmark = pytest.mark.slow
 
 KINDS = [replace(one, num_samples=min(one.num_samples, 1 + (i < 3))) for i, one in enumerate(REQUESTS)]
 """All kinds of request; few have several samples."""
@@ -28,7 +29,7 @@ def assert_same(mine: list[TrainingSample], right: list[TrainingSample]) -> None
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", others_nightly(NAMES))
 def test_every_family_is_the_c_path(name: str, tmp_path: Path) -> None:
     """Two windows of up to 4 steps. They only launch kernels, on the same memory each time (`Strictly`)."""
     write_model(name, tmp_path)
@@ -72,7 +73,9 @@ def answers(tiny: Path) -> list[TrainingSample]:
 TIGHT = {"max_tokens_per_batch": 24, "max_batch_size": 5, "block_size": 4}
 
 
-@pytest.mark.parametrize(("lookahead", "options"), [(1, {}), (3, TIGHT), (16, TIGHT), *[(16, {})] * IS_THOROUGH])
+@pytest.mark.parametrize(
+    ("lookahead", "options"), [(1, {}), (16, TIGHT), pytest.param(3, TIGHT, marks=pytest.mark.nightly)]
+)
 def test_every_kind_of_request_is_the_c_path(
     lookahead: int, options: dict[str, Any], tiny: Path, answers: list[TrainingSample]
 ) -> None:

@@ -54,13 +54,3 @@ def test_windows_are_whole_while_new_weights_are_gathered(engine: InferenceEngin
     source.may_continue.set()
     assert engine.finish_update() == 1
     assert engine.tick().stats.weight_version == 1
-
-
-def test_a_cancelled_update_takes_no_further_tensor(engine: InferenceEngine) -> None:
-    source = Source(engine)
-    engine.update_weights(source.pairs())
-    assert engine.cancel_update()
-    source.may_continue.set()
-    assert source.is_closed.wait(WAIT_S)
-    assert source.num_taken <= 2 < len(source.named)
-    assert engine.tick().stats.weight_version == 0

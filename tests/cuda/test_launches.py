@@ -35,9 +35,12 @@ from tests.cuda.engines import eager
 from tests.cuda.fake_cuda import CUDA, DeviceLaunchesOnly, Products, Transfers
 from tests.cuda.models import write_model
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="NO TRITON: pip install -e '.[aot]' (286 MB)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="NO TRITON: pip install -e '.[aot]' (286 MB)"
+    ),
+]
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
 KEYS = (

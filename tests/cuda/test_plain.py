@@ -16,6 +16,8 @@ from tests.cuda.plain import plain_kernels
 from tests.cuda.plain.uniform import uniform_of
 from tests.cuda.sampler_cases import uniform_arguments, uniforms_differ
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

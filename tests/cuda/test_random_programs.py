@@ -15,16 +15,16 @@ from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.sources import TensorSource
 from tests.cuda.plain import plain_kernels
-from tests.effort import some
 from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
 from tests.executors.test_random_programs import BLOCK_SIZES, relative_difference
 
 CPU = torch.device("cpu")
-NUM_PROGRAMS = some(60)
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("seed", range(NUM_PROGRAMS))
+@pytest.mark.parametrize(
+    "seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(16, 100))]
+)
 def test_random_programs_agree_with_torch(seed: int, is_deterministic: bool) -> None:
     writer = Writer(random.Random(seed), most_head_norms=1)
     program, config = writer.program(), writer.config()

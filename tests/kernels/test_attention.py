@@ -30,6 +30,8 @@ from tests.kernels.steps import (
     same_bits,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPES = (
     Shape(num_heads=2, num_kv_heads=2, head_dim=64, block_size=16, chunks=(40,)),
     Shape(num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, num_rows=40, chunks=(7, 33)),

@@ -17,7 +17,6 @@ from nano_inference.executors.cpu.compile import (
     best_isa,
     compile_library,
     cpu_flags,
-    find_compiler,
     options,
 )
 from nano_inference.executors.cpu.library import Library
@@ -101,12 +100,6 @@ def test_options_depend_on_cpu_flags() -> None:
     assert "-mavx512vnni" not in options("avx512", AVX512)
     assert "-mavxvnni" in options("avx2", AVX2 | {"avx_vnni"}) and "-mavxvnni" not in options("avx2", AVX2)
     assert best_isa(cpu_flags()) in ("avx512", "avx2", "generic")
-
-
-def test_find_compiler_uses_cc_variable(tmp_path: Path) -> None:
-    environ = fake_compiler(tmp_path, "")
-    assert find_compiler(environ) == environ["CC"]
-    assert Path(find_compiler({})).name in ("cc", "gcc", "clang")
 
 
 # ---- Library --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from tests.logit_shapes import SHAPES, shaped
 from tests.test_sampling import random_row
 from tests.test_sampling import row as row_of
 
+pytestmark = pytest.mark.slow
+
 VOCABS = (1, 7, 8, 16, 511, 512, 513, 1025, 49152)
 TEMPERATURES = (0.0, 1e-9, 0.01, 0.5, 1.0, 1.7, 100.0)
 

@@ -141,19 +141,6 @@ def test_tables_by_rows_round_trip_and_reuse_the_memory_of_their_own_layout(
     assert packer.matrix.packed.data_ptr() != table.packed.data_ptr()
 
 
-def test_float32_table_that_fits_bfloat16_is_stored_as_bfloat16(library: Library) -> None:
-    weight_NK = torch.randn(70, 33, generator=random(9)).bfloat16().float()
-    table = pack(library, weight_NK, by_rows=True)
-    assert (table.format, table.num_bytes) == (BF16, 70 * 33 * 2)
-    assert torch.equal(matrix.unpack(library, table), weight_NK)
-
-
-def test_packed_memory_is_aligned(library: Library) -> None:
-    weight_NK = torch.randn(5, 33)
-    for packed in (pack(library, weight_NK), pack(library, weight_NK, INT8)):
-        assert packed.packed.data_ptr() % 64 == 0
-
-
 @pytest.mark.parametrize(("name", "num_in", "can"), [("Q4_0", 32, True), ("Q4_0", 33, False), ("Q6_K", 128, False)])
 def test_can_keep_requires_whole_blocks(name: str, num_in: int, can: bool) -> None:
     assert matrix.can_keep(name, num_in) is can

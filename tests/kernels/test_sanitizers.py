@@ -12,6 +12,8 @@ import pytest
 from nano_inference.executors.cpu.compile import CannotCompile, best_isa, compile_library, cpu_flags, find_compiler
 from nano_inference.loading.catalog import default_cache
 
+pytestmark = pytest.mark.slow
+
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O0", "-g1")
 """Without optimisation the sanitizers check every access, and compiling takes a third of the time of -O1."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -115,6 +116,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+
+KINDS = (
+    *("llama-linear-rope-biases", "qwen3-ratio3-tied", "qwen2-yarn-window", "smollm3-layers-without-rope", "gemma2"),
+    *("gemma3", "G0", "G2e", "G4"),
+)
+"""Models, nanochat's too, in which every operation and option occurs; the others have other numbers."""
+
+
+def others_nightly(names: Iterable[str]) -> list[Any]:
+    """Return values of a parameter; those that are not among `KINDS` are nightly."""
+    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 def make_model(name: str, directory: Path, more: Mapping[str, Any] | None = None) -> transformers.PreTrainedModel:

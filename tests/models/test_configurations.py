@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.effort import some
 from tests.models.configurations import FAMILIES, FULL, SLIDING, VOCAB_SIZE, compared, random_config
 
 SIZES = {
@@ -54,9 +53,10 @@ def test_ambiguous_form_is_refused_by_its_field(case: str) -> None:
     assert outcome.result == "refused" and message in outcome.about
 
 
+@pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_configurations_match_or_are_refused_by_name(family: str) -> None:
-    counts, count = Counter[str](), some(150)
+def test_random_configurations_match_or_are_refused_by_name(family: str, count: int) -> None:
+    counts = Counter[str]()
     for index in range(count):
         config = random_config(family, random.Random(f"test {family} {index}"))
         outcome = compared(config, index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,10 @@ import transformers
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.loading.catalog import catalog_sampling
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.text.chat import encode_chat, load_chat_template
-from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import SamplingParams
-from tests.effort import some
 from tests.models.families import gap, gap_to, reference_logprobs
 from tests.models.written import smollm2_config
 from tests.text.tokenizer_samples import ODD
@@ -141,26 +136,14 @@ def test_greedy_tokens_are_identical(
     engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
     questions = [question.format(topic) for question in QUESTIONS for topic in TOPICS[::3]]
-    prompts = [chat(tokenizer, question) for question in questions[:: 20 // some(20)]]
+    prompts = [chat(tokenizer, question) for question in questions[::3]]
     samples = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    assert len(samples) >= some(20)
+    assert len(samples) >= 6
     for sample in samples:
         table = reference_logprobs(witness, [*sample.prompt_tokens, *sample.completion_tokens], 24)
         assert table.argmax(-1).tolist() == list(sample.completion_tokens)
         chosen = table.gather(-1, torch.tensor(sample.completion_tokens).unsqueeze(-1)).squeeze(-1)
         assert float((chosen - torch.tensor(sample.logprobs)).abs().max()) <= TOLERANCE
-
-
-def test_chat_defaults_answer_the_first_question(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
-    """`benchmarks/simple_questions.py --half first` asks nine more questions."""
-    assert engine.parts.checkpoint is not None
-    template = load_chat_template(engine.parts.checkpoint.tokenizer, tokenizer)
-    assert template is not None
-    prompt = encode_chat(template, tokenizer, [{"role": "user", "content": "What is the capital of France?"}])
-    sampling = {**chat_defaults({}, catalog_sampling("default")).sampling, "max_tokens": 12}
-    seeded = [SamplingParams(**sampling, seed=seed) for seed in range(20)]
-    samples = engine.generate([prompt] * 20, seeded)
-    assert sum("Paris" in tokenizer.decode(sample.completion_tokens) for sample in samples) >= 19
 
 
 def test_preempted_rollout_matches_transformers(
@@ -174,33 +157,3 @@ def test_preempted_rollout_matches_transformers(
     assert sum(sample.num_preemptions for sample in samples) > 0
     for sample in samples:
         assert gap(witness, [*sample.prompt_tokens, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
-
-
-def test_seeded_request_draws_the_same_tokens_in_any_batch(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
-    rng = random.Random(5)
-    prompt = chat(tokenizer, "Tell me a story.")
-    params = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=32, seed=11, ignore_eos=True)
-    alone = engine.generate([prompt], params)[0]
-    mates = [[rng.randrange(1000, 40_000) for _ in range(rng.randrange(5, 90))] for _ in range(9)]
-    others = [SamplingParams(temperature=rng.random() * 2, max_tokens=rng.randrange(5, 40), top_k=5) for _ in mates]
-    among = engine.generate([*mates[:5], prompt, *mates[5:]], [*others[:5], params, *others[5:]])[5]
-    assert among.completion_tokens == alone.completion_tokens
-
-
-def test_samples_of_a_seed_differ_and_are_reproducible(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
-    prompt = chat(tokenizer, "Name a colour and an animal.")
-    params = SamplingParams(temperature=1.0, max_tokens=24, seed=2)
-    engine.flush_cache()  # so that both calls compute the same bits
-    first = engine.generate([prompt], params, 8)
-    engine.flush_cache()
-    second = engine.generate([prompt], params, 8)
-    assert [s.completion_tokens for s in first] == [s.completion_tokens for s in second]
-    assert len({s.completion_tokens for s in first}) == 8
-
-
-def test_answers_a_question(engine: InferenceEngine, tokenizer: Tokenizer) -> None:
-    sample = engine.generate(
-        [chat(tokenizer, "What is the capital of France?")], SamplingParams(temperature=0, max_tokens=32)
-    )[0]
-    assert "Paris" in tokenizer.decode(sample.completion_tokens)
-    assert sample.finish_reason == "stop"

@@ -15,6 +15,8 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams
 from tests.models.families import FAMILIES, VOCAB_SIZE, gap, gap_to, make_model, reference_logprobs
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 TIE = 1e-5
 """Two logits of float32 that are closer than this have different orders on different processors."""

@@ -21,8 +21,10 @@ from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.types import SamplingParams
-from tests.models.families import FAMILIES, make_model
+from tests.models.families import FAMILIES, make_model, others_nightly
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 MAX_LEN = 256
@@ -48,7 +50,7 @@ def library() -> Library:
     return found
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *GENERATIONS])
+@pytest.fixture(scope="module", params=others_nightly([*FAMILIES, *GENERATIONS]))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return open_tiny(request.param, tmp_path_factory.mktemp("tiny"))
 

@@ -14,6 +14,8 @@ from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams
 from tests.models.families import make_model, reference_logprobs
 
+pytestmark = pytest.mark.slow
+
 GEMMA = {"vocab_size": 262_144, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 PROMPTS = [[7 * i + 1, 250_000 - i, 99 * i] for i in range(3)]
 Witness = tuple[Path, transformers.PreTrainedModel]

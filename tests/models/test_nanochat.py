@@ -29,6 +29,8 @@ from nano_inference.types import SamplingParams
 from tests.nanochat.plain import plain_logits
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")
 EPS = 1.1920929e-07
@@ -186,52 +188,6 @@ def test_core_matches_for_any_chunking(case: Case) -> None:
         assert (core(case.gpt, ids, cuts) - wanted).abs().max() <= TOLERANCE, cuts
 
 
-def test_core_matches_for_block_sizes_1_and_7(case: Case) -> None:
-    ids = text(3, 200)
-    wanted = case.witness(ids)
-    for block_size in (1, 7):
-        assert (core_cached(case.gpt, ids, AWKWARD, block_size)[0] - wanted).abs().max() <= TOLERANCE, block_size
-
-
-def test_engine_scores_match(case: Case) -> None:
-    ids = text(4, 250)
-    for budget, block_size in ((2048, 16), (37, 7), (100, 1)):
-        scores = engine(case.directory, max_tokens_per_batch=budget, block_size=block_size).score(ids)
-        assert len(scores) == 249
-        assert case.gap(ids, scores) <= TOLERANCE, (budget, block_size)
-
-
-def test_engine_matches_with_flex_attention(case: Case) -> None:
-    ids = text(5, 160)
-    with engine(case.directory, attention="flex", max_tokens_per_batch=80) as ours:
-        assert case.gap(ids, ours.score(ids)) <= TOLERANCE
-
-
-def test_engine_matches_in_a_batch_of_long_prompts(case: Case) -> None:
-    prompts = [text(10 + seed, 1 + 23 * seed) for seed in range(9)]
-    params = SamplingParams(max_tokens=40, seed=3, ignore_eos=True)
-    for sample in engine(case.directory, max_tokens_per_batch=64).generate(prompts, params):
-        ids = [*sample.prompt_tokens, *sample.completion_tokens]
-        assert len(sample.logprobs) == 40
-        assert case.gap(ids, sample.logprobs) <= TOLERANCE
-
-
-def test_engine_matches_for_several_samples_of_a_prompt(case: Case) -> None:
-    params = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
-    samples = engine(case.directory).generate([text(29, 141)], params, 4)
-    assert len({sample.completion_tokens for sample in samples}) == 4
-    for sample in samples:
-        assert case.gap([*sample.prompt_tokens, *sample.completion_tokens], sample.logprobs) <= TOLERANCE
-
-
-def test_engine_greedy_tokens_match(case: Case) -> None:
-    prompts = [text(30 + seed, 3 + 11 * seed) for seed in range(12)]
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    for sample in engine(case.directory).generate(prompts, params):
-        ids = [*sample.prompt_tokens, *sample.completion_tokens]
-        assert case.witness(ids)[-31:-1].argmax(-1).tolist() == list(sample.completion_tokens)
-
-
 class Counting:
     """A runner that counts the tokens it computes."""
 
@@ -301,13 +257,6 @@ def test_scores_match_beyond_the_trained_length(case: Case) -> None:
         assert (case.witness(ids) - wanted).abs().max() <= TOLERANCE
 
 
-def test_gpt_batch_equals_single_prompts(case: Case) -> None:
-    rows = [text(40, 150), text(41, 150), text(42, 150)]
-    together = case.gpt.forward(torch.tensor(rows))
-    for ids, logits in zip(rows, together, strict=True):
-        assert (logits - case.witness(ids)).abs().max() <= TOLERANCE
-
-
 def test_odd_windows_match_for_every_pattern() -> None:
     for generation, pattern, short in (("G1", "SL", 1), ("G2", "SSSL", 23), ("G4", "LS", 37), ("G2e", "S", 5)):
         config = model_config(generation, window_pattern=pattern)
@@ -343,25 +292,6 @@ def test_generation_without_its_terms_equals_g0_bitwise(generation: str) -> None
     assert torch.equal(plain(gpt, ids), plain(base, ids))
     assert torch.equal(core(gpt, ids), core(base, ids))
     assert torch.equal(core(gpt, ids, AWKWARD), core(base, ids, AWKWARD))
-
-
-@pytest.mark.parametrize("generation", GENERATIONS[1:])
-def test_every_term_changes_the_logits(generation: str) -> None:
-    """Each weight and constant that `neutral_weights` sets changes the logits by itself."""
-    config = model_config(generation)
-    ids = text(61, 250)
-    off = plain(load(neutral_weights(generation, config), config, *NEUTRAL), ids)
-    state = state_dict(generation, config)
-    for name, weight in state.items():
-        if "lambda" not in name and not name.startswith("value_embeds."):
-            continue
-        changed = load(neutral_weights(generation, config) | {name: weight}, config, *NEUTRAL)
-        assert (plain(changed, ids) - off).abs().max() > 1e-2, name
-        assert (core(changed, ids) - off).abs().max() > 1e-2, name
-    for override in ("rope_base=100000", "qk_scale=1.2", "softcap=20", "window_pattern=SSSL"):
-        changed = load(neutral_weights(generation, config), config, *NEUTRAL, override)
-        assert (plain(changed, ids) - off).abs().max() > 1e-2, override
-        assert (core(changed, ids) - off).abs().max() > 1e-2, override
 
 
 # ---- each term by itself, with values computed here -----------------------------------------------------------------
@@ -437,18 +367,6 @@ def test_keys_are_rotated_by_minus_the_angle(base: int) -> None:
             wanted = [math.cos(p), math.cos(p * slow), -math.sin(p), -math.sin(p * slow)]
             wanted = [x * math.sqrt(2) for x in wanted]  # rms 1 of four numbers with two pairs of length 1
             assert keys[0, p, 0].tolist() == pytest.approx(wanted, abs=1e-6)
-
-
-def test_keys_are_normalised_per_head() -> None:
-    """Every head's key has rms 1, before and after the rotation, which preserves lengths."""
-    state, config = blank("G0", n_layer=1, n_head=2, n_kv_head=2, n_embd=4, vocab_size=5)
-    state["transformer.wte.weight"][1] = torch.tensor([1.0, 1, 1, 1])
-    weight = state["transformer.h.0.attn.c_k.weight"]
-    weight[0, 0], weight[3, 0] = 30.0, 0.2
-    for keys, _ in keys_and_values(exact(state, config), [1, 1]):
-        assert keys[0, 0].flatten().tolist() == pytest.approx([math.sqrt(2), 0, 0, math.sqrt(2)], abs=1e-5)
-        c, s = math.sqrt(2) * math.cos(1), math.sqrt(2) * math.sin(1)
-        assert keys[0, 1].flatten().tolist() == pytest.approx([c, -s, s, c], abs=1e-5)
 
 
 SCALES = {"G0": 1.0, "G1": 1.0, "G2": 1.0, "G2e": 1.0, "G2s": 1.0, "G3": 1.15, "G4": 1.2}
@@ -604,13 +522,6 @@ def test_smear_adds_previous_token_except_for_the_first() -> None:
     assert_logits(exact(state, config), ids, wanted)
 
 
-def test_lambdas_apply_to_the_smeared_embedding() -> None:
-    """x0 is taken after the smear; the previous token's embedding is taken before it."""
-    state, config, ids, x = smear_case()
-    state["resid_lambdas"], state["x0_lambdas"] = torch.tensor([0.0]), torch.tensor([1.0])
-    assert_logits(exact(state, config), ids, torch.stack([head_of(state, row, 15.0) for row in x]))
-
-
 def test_chunk_smears_with_its_given_previous_token() -> None:
     """The first token of the second chunk smears with `prev_token` of its row."""
     state, config, ids, _ = smear_case()
@@ -702,23 +613,6 @@ def test_window_counts_keys_before_the_query(window: int) -> None:
     assert changes_logits(gpt, ids, 0) == (False, False)
 
 
-@pytest.mark.parametrize(
-    ("generation", "sequence_len", "window"),
-    [("G1", 30, 15), ("G2", 31, 15), ("G3", 200, 128), ("G4", 200, 128), ("G3", 400, 256), ("G4", 400, 128)],
-)
-def test_inferred_short_windows(generation: str, sequence_len: int, window: int) -> None:
-    config = model_config(generation, n_layer=2, window_pattern="SL", vocab_size=50, sequence_len=sequence_len)
-    state = state_dict(generation, config, pad=1)
-    state["transformer.h.1.attn.c_proj.weight"].zero_()
-    if generation == "G4":
-        state["smear_lambda"].zero_()
-    gpt = exact(state, config)
-    ids = text(71, window + 40, 50)
-    last = len(ids) - 1
-    assert changes_logits(gpt, ids, last - window) == (True, True)
-    assert changes_logits(gpt, ids, last - window - 1) == (False, False)
-
-
 def test_long_layer_window_is_the_trained_length() -> None:
     state, config = attention_case(1, "L", sequence_len=20)
     gpt = exact(state, config)
@@ -740,16 +634,6 @@ def test_last_layer_is_always_long() -> None:
     config = model_config("G1", window_pattern="S")
     windows = [layer.window for layer in exact(state_dict("G1", config), config, "short_window=3").model.config.layers]
     assert windows == [4, 4, 4, 257]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "wanted"), [("SSSL", "SSSLSSL"), ("SL", "SLSLSLL"), ("LS", "LSLSLSL"), ("s", "S" * 6 + "L")]
-)
-def test_window_pattern_repeats(pattern: str, wanted: str) -> None:
-    config = model_config("G1", n_layer=7, window_pattern=pattern)
-    gpt = exact(state_dict("G1", config), config)
-    assert "".join("L" if layer.window == 257 else "S" for layer in gpt.model.config.layers) == wanted
-    assert {layer.window for layer in gpt.model.config.layers} == {129, 257}
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
-from nano_inference.nanochat import Engine
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.types import SamplingParams
 from tests.nanochat.plain import plain_logits
-from tests.nanochat.talkative import CharacterTokenizer
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 ROUNDED = ("G0", "G1", "G2", "G2e")
 HEAD_DIM = 16
@@ -214,22 +214,3 @@ def test_next_prompt_does_not_reuse_keys_of_generated_tokens(full: FullCase, ker
     assert list(second.completion_tokens) == greedy(full.gpt, prompt, 48)
     assert second.num_cached_tokens == 0
     assert (again.completion_tokens, again.num_cached_tokens > 0) == (second.completion_tokens, True)
-
-
-def test_resumed_answer_is_computed_without_windows(full: FullCase) -> None:
-    with core(full.directory, *FULL) as ours:
-        request = ours.add_request(PROMPTS[3], GREEDY)
-        for _ in range(20):
-            ours.step()
-        (partial,) = ours.abort(request)
-        assert 10 < len(partial.completion_tokens) < 48
-        ours.flush_cache()
-        (whole,) = ours.complete([partial], GREEDY)
-    assert list(whole.completion_tokens) == full.answers[3]
-
-
-def test_nanochat_engine_matches_the_plain_loop(full: FullCase) -> None:
-    for prompt, answer in zip(PROMPTS, full.answers, strict=True):
-        columns = Engine(full.gpt, CharacterTokenizer()).generate(prompt, max_tokens=48, temperature=0.0)
-        tokens = [column[0] for column, _ in columns]
-        assert len(tokens) > 5 and tokens == answer[: len(tokens)]

@@ -16,12 +16,13 @@ from gguf import GGMLQuantizationType
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import EnginePaused
-from tests.effort import IS_THOROUGH
 from tests.loader import tiny_models
-from tests.models.families import FAMILIES, make_model
+from tests.models.families import FAMILIES, KINDS, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
 from tests.parallel.ranks import open_ranks
 from tests.test_lookahead import REQUESTS, run_all
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 2e-5
 
@@ -68,15 +69,15 @@ UNDIVIDED = {
     ("qwen2-ratio7", 2): "2 does not divide the 7 attention heads; this model cannot be divided",
     ("qwen2-ratio7", 4): "4 does not divide the 7 attention heads; this model cannot be divided",
 }
-IN_FOUR = ("llama-ratio1-untied", "llama-linear-rope-biases", "smollm3-layers-without-rope", "gemma2", "G0", "G4")
-"""Families with 4, 2 and 1 key-value heads, with biases, and with norms behind blocks; `make thorough` tries all."""
+IN_FOUR = ("llama-ratio1-untied", "llama-linear-rope-biases", "gemma2", "G4")
+"""Families with 4, 2 and 1 key-value heads, with biases, and with norms behind blocks."""
 
 
-def divisions() -> list[tuple[str, int]]:
+def divisions() -> list[Any]:
     """Return pairs of a family and a number of ranks; a step of four ranks takes four times as long as of two."""
-    names = (*FAMILIES, *GENERATIONS)
-    in_four = [name for name in names if IS_THOROUGH or name in IN_FOUR or (name, 4) in UNDIVIDED]
-    return [*((name, 2) for name in names), *((name, 4) for name in in_four)]
+    common = {*((name, 2) for name in KINDS), *((name, 4) for name in IN_FOUR), *UNDIVIDED}
+    every = [(name, size) for name in (*FAMILIES, *GENERATIONS) for size in (2, 4)]
+    return [one if one in common else pytest.param(*one, marks=pytest.mark.nightly) for one in every]
 
 
 @pytest.mark.parametrize(("name", "size"), divisions())

@@ -12,10 +12,10 @@ import pytest
 
 from nano_inference.cli import main
 from tests.cli.test_serve import LONG, process
-from tests.effort import some
 from tests.parallel.test_processes import SOON_S, ranks_of, wait_until
-from tests.server.test_functions import ASK, check_calls, choice_of
 from tests.server.tiny import events_in, make_tiny, running
+
+pytestmark = pytest.mark.slow
 
 PARALLEL = ("--tensor-parallel", "2")
 DIVIDED = {"tensor_parallel": 2, "kernels": "off"}
@@ -46,13 +46,6 @@ def test_a_server_reports_the_loss_of_a_rank(directory: Path) -> None:
         assert not ranks_of(os.getpid())
 
 
-def test_a_server_without_requests_reports_the_loss_of_a_rank(directory: Path) -> None:
-    with running(directory, **DIVIDED) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
-        os.kill(*ranks_of(os.getpid()), signal.SIGKILL)
-        wait_until(lambda: client.get("/health").status_code == 503, SOON_S)
-        assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
-
-
 def test_a_server_that_stops_leaves_no_rank(directory: Path) -> None:
     with process(directory, *PARALLEL) as server:
         server.wait_for(r"ready: served\d*")
@@ -60,22 +53,6 @@ def test_a_server_that_stops_leaves_no_rank(directory: Path) -> None:
         server.popen.send_signal(signal.SIGTERM)
         assert server.end() == 0
     wait_until(lambda: not Path(f"/proc/{rank}").exists(), SOON_S)
-
-
-def test_required_tool_calls_are_those_of_an_undivided_server(tmp_path: Path) -> None:
-    make_tiny(tmp_path, 4096)
-    body = {**ASK, "tool_choice": "required", "max_tokens": 350, "temperature": 1.0}
-    choices = []
-    for options in ({}, DIVIDED):
-        with running(tmp_path, **options) as server:
-            choices.append([choice_of(server, **body | {"seed": seed}) for seed in range(some(2))])
-    for choice in choices[0]:
-        assert choice["message"]["tool_calls"]
-        check_calls(choice["message"]["tool_calls"])
-    for choice in (*choices[0], *choices[1]):
-        for call in choice["message"]["tool_calls"]:
-            del call["id"]  # random
-    assert choices[1] == choices[0]
 
 
 def test_a_size_that_does_not_divide_is_one_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

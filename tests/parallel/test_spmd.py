@@ -19,6 +19,8 @@ from tests.parallel.test_engine import TOLERANCE, assert_same, config_of
 from tests.parallel.test_processes import SOON_S
 from tests.weights.test_group import free_port
 
+pytestmark = pytest.mark.slow
+
 SEEDED = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 ROOT = Path(__file__).parents[2]
 

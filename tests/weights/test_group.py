@@ -16,6 +16,8 @@ from nano_inference import SamplingParams, WeightError, WeightGroup, weights_che
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.plain_trainer import PROCESSES
 
+pytestmark = pytest.mark.slow
+
 Named = dict[str, torch.Tensor]
 Trainer = Callable[[WeightGroup, Named], None]
 

@@ -37,17 +37,6 @@ def test_held_update_leaves_old_weights_until_commit(blocking: bool, untied: Pai
     assert tokens(engine) != old
 
 
-def test_held_update_that_is_cancelled_leaves_old_weights(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    old = tokens(engine)
-    engine.update_weights(untied.named(), blocking=True, hold=True)
-    assert engine.cancel_update() and not engine.cancel_update()
-    assert tokens(engine) == old and engine.weight_info() == (0, None, "idle")
-    with pytest.raises(BadRequest, match="no weight update is in progress that could be committed"):
-        engine.commit_update()
-    assert engine.update_weights(untied.named(), blocking=True) == 1
-
-
 def test_a_commit_gives_the_weights_a_version_above_the_installed_one(untied: Pair, open_engine: OpenEngine) -> None:
     """An engine that joins others later can count as they do."""
     engine = open_engine(untied)
@@ -128,17 +117,6 @@ def test_a_prompt_that_an_update_restarts_is_scored_once(untied: Pair, open_engi
     (expected,) = engine.generate([PROMPT], params)
     assert mine.prompt_logprobs == expected.prompt_logprobs and mine.prompt_ranks == expected.prompt_ranks
     assert mine.prompt_top_logprobs == expected.prompt_top_logprobs is not None
-
-
-def test_commit_without_blocking_installs_in_the_next_step(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    engine.update_weights(untied.named(), blocking=True, hold=True)
-    engine.tick()
-    assert engine.get_weight_version() == 0
-    assert engine.commit_update(blocking=False) == 1
-    assert engine.get_weight_version() == 0
-    engine.tick()
-    assert engine.get_weight_version() == 1
 
 
 def test_the_step_that_installs_an_update_reports_what_it_aborted(untied: Pair, open_engine: OpenEngine) -> None:

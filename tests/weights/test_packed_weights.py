@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from nano_inference.executors.cpu.matrix import GGML
 from tests.loader import tiny_models
 from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
 from tests.weights.pairs import OpenEngine, Pair
+
+pytestmark = pytest.mark.slow
 
 PROMPT = [5, 9, 30, 2, 44, 17, 80, 3, 61, 7]
 DTYPES = ("auto", "bfloat16", "int8")
@@ -103,20 +104,6 @@ def test_bfloat16_source_is_stored_exactly(pair: Pair, open_engine: OpenEngine, 
     assert after == before if is_short else after < 0.55 * before
 
 
-def test_values_and_checksums_match_the_trainer(pair: Pair, open_engine: OpenEngine) -> None:
-    engine, short = open_engine(pair), open_engine(pair, dtype="bfloat16")
-    same(values(engine), named(pair.old))
-    same(values(short), named(pair.old, torch.bfloat16))
-    assert engine.weights_checksum() == weights_checksum(pair.old.named_parameters())
-    assert short.weights_checksum() == weights_checksum(pair.old.named_parameters(), torch.bfloat16)
-    right = weights_checksum(pair.new.named_parameters())
-    engine.update_weights(pair.named(), blocking=True, checksum=right)
-    assert engine.weights_checksum() == right
-    with pytest.raises(WeightError, match="checksum"):
-        engine.update_weights(named(pair.old), blocking=True, checksum=right)
-    assert engine.weights_checksum() == right
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_partial_update_leaves_other_weights_bit_equal(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
     engine = open_engine(pair, dtype=dtype)
@@ -147,14 +134,6 @@ def test_partial_update_keeps_quantised_blocks_of_other_weights(
         assert {now[name].format for name in now if name != Q} == {GGML["Q4_0"]}
         assert all(now[name].rounds == packed[name].rounds for name in now)
         assert now[Q].format != GGML["Q4_0"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_partial_update_with_equal_values_changes_no_bit(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
-    engine = open_engine(pair, dtype=dtype)
-    before = scores(engine)
-    engine.update_weights({Q: named(pair.old)[Q]}, blocking=True, partial=True)
-    assert scores(engine) == before
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -207,31 +186,6 @@ def test_update_during_generation_switches_weights_between_tokens(
     after = fresh.generate([[*PROMPT, *sample.completion_tokens[:6]]], rest)[0]
     assert sample.completion_tokens[6:] == after.completion_tokens
     assert sample.logprobs[6:] == after.logprobs
-
-
-class PausedSource:
-    """A source that yields four tensors and waits for `resume` before the others."""
-
-    def __init__(self, sent: Named) -> None:
-        self.sent = sent
-        self.resume = threading.Event()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, item in enumerate(self.sent.items()):
-            if number == 4:
-                assert self.resume.wait(30)
-            yield item
-
-
-def test_current_weights_are_used_during_staging(untied: Pair, open_engine: OpenEngine) -> None:
-    engine, other = open_engine(untied), open_engine(untied)
-    before = scores(other)
-    held = PausedSource(untied.named())
-    engine.update_weights(held)
-    assert scores(engine) == before and engine.weight_info().update == "staging"
-    held.resume.set()
-    assert engine.finish_update() == 1
-    assert scores(engine) != before
 
 
 def broken_sources(sent: Named) -> dict[str, Any]:
@@ -294,20 +248,6 @@ def test_tied_head_may_have_other_dtype_but_not_other_values(tied: Pair, open_en
         with pytest.raises(WeightError, match=r"^lm_head\.weight: differs from model\.embed_tokens\.weight"):
             engine.update_weights([*sent.items(), ("lm_head.weight", other)], blocking=True)
         assert scores(engine) == after
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_update_does_not_write_weights_shared_with_a_copy(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
-    """Memory of replaced matrices is reused, except that of matrices shared with a copy."""
-    engine, fresh = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
-    before = scores(engine)
-    with engine.copy() as copy:
-        for _ in range(3):
-            engine.update_weights({Q: pair.named()[Q] * 2}, blocking=True, partial=True)
-            engine.update_weights(pair.named(), blocking=True)
-            assert scores(copy) == before
-        fresh.update_weights(pair.named(), blocking=True)
-        assert scores(engine) == scores(fresh)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -29,6 +29,8 @@ from tests.weights.shared_trainer import (
     shared_trainer,
 )
 
+pytestmark = pytest.mark.slow
+
 SENT = {
     "a": torch.arange(3).to(torch.bfloat16),
     "b": torch.arange(4, dtype=torch.float32),

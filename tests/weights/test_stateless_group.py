@@ -30,6 +30,8 @@ from tests.weights.test_group import free_port
 from tests.weights.test_plain_group import collect
 from tests.weights.vllm_trainer import VllmTrainer, compile_stub, pickled_id, vllm_trainer
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MIXED = {
     "a": torch.arange(3).to(torch.bfloat16),

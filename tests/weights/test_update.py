@@ -14,7 +14,7 @@ import torch
 from nano_inference import BadRequest, InferenceEngine, SamplingParams, UpdateBusy, WeightError, weights_checksum
 from nano_inference.build import EngineParts
 from nano_inference.weights.sync import WeightSyncManager
-from tests.models.families import FAMILIES, gap
+from tests.models.families import FAMILIES, gap, others_nightly
 from tests.weights.pairs import InPieces, OpenEngine, Pair, make_pair
 
 PROMPT = [5, 9, 30, 2, 44, 17, 80, 3]
@@ -29,7 +29,7 @@ def matches(engine: InferenceEngine, model: torch.nn.Module) -> bool:
     return gap(model, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", others_nightly(FAMILIES))
 @pytest.mark.parametrize("blocking", [True, False])
 def test_updated_engine_matches_the_trainers_model(
     family: str, blocking: bool, tmp_path: Path, open_engine: OpenEngine
@@ -148,14 +148,6 @@ def test_update_from_something_else_is_refused_in_the_call(
     assert engine.weight_info() == (0, None, "idle")
 
 
-def test_checksum_of_a_state_dict_is_that_of_its_pairs(untied: Pair) -> None:
-    named = untied.named()
-    assert weights_checksum(named) == weights_checksum(named.items()) == weights_checksum(iter(named.items()))
-    assert weights_checksum(named, torch.float64) == weights_checksum(named.items(), torch.float64)
-    with pytest.raises(WeightError, match="got LlamaForCausalLM; pass its state_dict"):
-        weights_checksum(untied.new)  # type: ignore[arg-type]
-
-
 def test_allow_nonfinite_accepts_nan(untied: Pair, open_engine: OpenEngine) -> None:
     engine = open_engine(untied)
     engine.update_weights(spoiled(untied.named(), float("nan")), blocking=True, allow_nonfinite=True)
@@ -185,16 +177,6 @@ def test_update_converts_dtypes(dtype: torch.dtype, untied: Pair, open_engine: O
     sent = {name: tensor.to(dtype) for name, tensor in untied.named().items()}
     engine.update_weights(sent, blocking=True)
     assert engine.weights_checksum() == weights_checksum(sent.items(), torch.float32)
-
-
-def test_update_accepts_non_contiguous_tensors(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    turned = {n: t.T.contiguous().T if t.dim() == 2 else t for n, t in untied.named().items()}
-    assert not turned[Q].is_contiguous()
-    for blocking in (True, False):
-        engine.update_weights(turned, blocking=blocking)
-        engine.finish_update()
-        assert engine.weights_checksum() == weights_checksum(untied.named().items())
 
 
 def test_checksum_is_verified_before_the_swap(untied: Pair, open_engine: OpenEngine) -> None:
@@ -308,15 +290,6 @@ def test_invalid_argument_is_named(
     with pytest.raises(BadRequest, match=message):
         engine.update_weights(untied.named(), **options)  # type: ignore[arg-type]
     assert engine.weight_info() == (0, None, "idle")
-
-
-def test_tensors_may_change_after_a_blocking_update(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    sent = {name: tensor.clone() for name, tensor in untied.named().items()}
-    engine.update_weights(sent, blocking=True)
-    for tensor in sent.values():
-        tensor.zero_()
-    assert matches(engine, untied.new)
 
 
 class PatientUpdates(WeightSyncManager):
