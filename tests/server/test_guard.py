@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import gc
-import inspect
 import itertools
 import json
-import logging
-import weakref
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nano_inference.server import guard as guard_module
-from nano_inference.server import security
 from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import (
-    OPEN_PATHS,
-    ClientGone,
-    Guard,
-    GuardPolicy,
-    read_body,
-)
+from nano_inference.server.guard import OPEN_PATHS, ClientGone, Guard, GuardPolicy, read_body
 from nano_inference.server.security import KeyRing
 from tests.cases import failures
 
@@ -155,14 +141,6 @@ def check_refused(answer: Answer, status: int) -> None:
 # Request ids
 
 
-@pytest.mark.parametrize("given", ["a", "req-1", "!~", "x" * 128])
-def test_valid_request_id_is_kept(given: str) -> None:
-    answer = ask(served, policy_of(), ("x-request-id", given))
-    assert answer.headers["x-request-id"] == given == json.loads(answer.body)["id"]
-    refused = ask(failing(ApiError(404, "no")), policy_of(), ("x-request-id", given))
-    assert refused.headers["x-request-id"] == given
-
-
 @pytest.mark.parametrize("given", ["", " ", "a b", "é", "x" * 129, "a\tb", "a\x7f"])
 def test_invalid_request_id_is_replaced(given: str) -> None:
     answer = ask(served, policy_of(), ("x-request-id", given))
@@ -171,43 +149,12 @@ def test_invalid_request_id_is_replaced(given: str) -> None:
     assert json.loads(answer.body)["id"] == made
 
 
-def test_generated_ids_are_unique_and_not_overridden() -> None:
-    assert len({ask(served, policy_of()).headers["x-request-id"] for _ in range(20)}) == 20
-    twice = ask(served, policy_of(), ("x-request-id", "a"), ("x-request-id", "b"))
-    assert twice.headers["x-request-id"] not in ("a", "b")
-    own = {**STARTED, "headers": [(b"X-Request-Id", b"theirs")]}
-    answer = ask(sending(own, LAST), policy_of(), ("x-request-id", "mine"))
-    assert [v for n, v in answer.sent[0]["headers"] if n == b"x-request-id"] == [b"mine"]
-
-
 # Host
 
 MALFORMED = [
-    *("", " ", "a/b", "a?x", "a#", "a@b", "a b", "a\tb", " localhost", "localhost ", "localhost/", "localhost?/health"),
-    *(
-        "localhost:",
-        "localhost:x",
-        "localhost:0",
-        "localhost:65536",
-        "localhost:-1",
-        "localhost:80:80",
-        "localhost:8e1",
-    ),
-    *("[::1", "::1", "[::1]x", "[::g]", "[]", "[::1%eth0]", "[127.0.0.1]", "http://localhost", "localhost,localhost"),
-    *(
-        "a\\b",
-        "local%68ost",
-        "a" * 256,
-        "localhost:00000080",
-        ".",
-        "..",
-        "a..b",
-        ".a",
-        "\x00",
-        "lócalhost",
-        "localhost\u00a0",
-    ),
-    "a" * 8192,
+    *("", " ", "a/b", "a?x", "a@b", "a\tb", " localhost", "localhost/", "localhost?/health", "localhost,localhost"),
+    *("localhost:", "localhost:x", "localhost:0", "localhost:65536", "localhost:80:80", "[::1", "::1", "[::g]", "[]"),
+    *("http://localhost", "local%68ost", "a" * 256, "..", "a..b", ".a", "\x00", "lócalhost", "localhost\u00a0"),
 ]
 PATHS = ["/health", "/", "/v1/models", "/v1/chat/completions", "/nowhere", "/health/../v1/models", "//health"]
 
@@ -290,11 +237,6 @@ def test_invalid_allowed_host_is_refused(host: str) -> None:
         policy_of(allowed_host=(host,))
 
 
-def test_limits_come_from_the_configuration() -> None:
-    policy = policy_of(max_body_bytes=2048, header_timeout=3.0)
-    assert (policy.max_body_bytes, policy.body_timeout) == (2048, 3.0)
-
-
 # Keys
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "BREW", "get"]
@@ -312,26 +254,8 @@ def routed() -> Starlette:
 
 
 GUARDED = [
-    "/v1/models",
-    "/metrics",
-    "/metrics/",
-    "/nowhere",
-    "/health/",
-    "//health",
-    "/Health",
-    "/health/x",
-    "/healthz",
-]
-GUARDED += [
-    "/v1/../health",
-    "/health?",
-    "/health#",
-    "/ready\n",
-    "",
-    "*",
-    "/ping%00",
-    "http://localhost/health",
-    "/static/x",
+    *("/v1/models", "/metrics", "/metrics/", "/nowhere", "/health/", "//health", "/Health", "/health/x", "/healthz"),
+    *("/v1/../health", "/health?", "/health#", "/ready\n", "", "*", "/ping%00", "http://localhost/health", "/static/x"),
 ]
 
 
@@ -360,12 +284,6 @@ GOOD_KEYS = [("authorization", f"{scheme} {KEY}") for scheme in ("Bearer", "bear
 GOOD_KEYS += [("x-api-key", KEY), ("X-Api-Key", KEY)]
 
 
-@pytest.mark.parametrize("header", GOOD_KEYS)
-def test_key_in_bearer_or_x_api_key_header(header: Header) -> None:
-    answer = ask(served, policy_of(OTHER_KEY, KEY), header)
-    assert (answer.status, json.loads(answer.body)["key"]) == (200, 1)
-
-
 WRONG_KEYS = [
     ("authorization", text) for text in (KEY, f"Basic {KEY}", f"Token {KEY}", "Bearer", "Bearer ", f"Bearer{KEY}")
 ]
@@ -390,26 +308,6 @@ def test_two_keys_in_one_header_are_refused() -> None:
     assert ask(served, policy_of(KEY), BEARER, BEARER).status == 401
     assert ask(served, policy_of(KEY), BEARER, ("x-api-key", "other")).status == 200
     assert ask(served, policy_of(KEY), ("authorization", "Basic abc"), ("x-api-key", KEY)).status == 200
-
-
-def test_server_without_keys_needs_none() -> None:
-    for headers in ((), (BEARER,)):
-        answer = ask(served, policy_of(), *headers)
-        assert (answer.status, json.loads(answer.body)["key"]) == (200, None)
-
-
-def test_guard_uses_only_scope_path() -> None:
-    sources = [ast.parse(inspect.getsource(module)) for module in (guard_module, security)]
-    tree = ast.Module([node for source in sources for node in source.body], [])
-    read = {
-        node.slice.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
-    }
-    assert "path" in read and not read & {"raw_path", "server", "root_path", "query_string", "client"}
-    assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"url", "base_url"}
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert not names & {"Request", "URL", "HTTPConnection", "BaseHTTPMiddleware"}
 
 
 # CORS
@@ -456,13 +354,6 @@ def test_other_origin_gets_no_cors_headers(origin: str) -> None:
     assert (preflight.status, preflight.headers.get("access-control-allow-origin")) == (400, None)
 
 
-def test_star_allows_any_origin() -> None:
-    policy = policy_of(KEY, cors_origin=("*",))
-    answer = ask(served, policy, BEARER, ("origin", "https://any.example"))
-    assert answer.headers["access-control-allow-origin"] == "*"
-    assert "access-control-allow-origin" not in ask(served, policy, BEARER).headers
-
-
 LOCAL = ("http://localhost", "http://localhost:8080", "https://127.0.0.1", "http://[::1]:3000")
 STRANGE = (
     "http://localhost.evil.com",
@@ -507,17 +398,6 @@ def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
 
 
 # Bodies
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
-@pytest.mark.parametrize(
-    "kind", ["application/json", "Application/JSON", "application/json; charset=utf-8", "application/json;"]
-)
-def test_json_content_type_is_accepted(method: str, kind: str) -> None:
-    body = {"type": "http.request", "body": b"{}", "more_body": False}
-    answer = ask(served, policy_of(), ("content-type", kind), ("content-length", "2"), method=method, messages=[body])
-    assert (answer.status, json.loads(answer.body)["bytes"]) == (200, 2)
-    assert "connection" not in answer.headers
 
 
 BAD_KINDS = ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json"]
@@ -573,16 +453,6 @@ def test_a_body_is_counted_while_it_is_read() -> None:
     assert len(taken) <= 3 + 2, "three to see that it is too large, two to be polite"
 
 
-def test_missing_body_times_out() -> None:
-    async def silence() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    with pytest.raises(ApiError) as caught:
-        asyncio.run(read_body(silence, 10, 0.01))
-    assert (caught.value.status, caught.value.code) == (408, "body_timeout")
-
-
 def test_unread_body_is_dropped_for_limited_time() -> None:
     sent: list[Message] = []
 
@@ -598,23 +468,6 @@ def test_unread_body_is_dropped_for_limited_time() -> None:
     asyncio.run(asyncio.wait_for(Guard(served, replace(policy_of(), linger_seconds=0.01))(scope, receive, send), 60))
     assert [message.get("more_body", False) for message in sent] == [False, True, False]
     assert sent[0]["status"] == 415 and sent[1]["body"] and not sent[2]["body"]
-
-
-def test_read_body_joins_parts_and_detects_disconnect() -> None:
-    def receiver(*messages: Message) -> Callable[[], Awaitable[Message]]:
-        incoming = iter(messages)
-
-        async def receive() -> Message:
-            return next(incoming)
-
-        return receive
-
-    part = {"type": "http.request", "body": b"ab", "more_body": True}
-    assert asyncio.run(read_body(receiver(part, part, {"type": "http.request"}), 4, 9)) == b"abab"
-    with pytest.raises(ClientGone):
-        asyncio.run(read_body(receiver(part, GONE), 4, 9))
-    with pytest.raises(ApiError, match="larger than 3 bytes"):
-        asyncio.run(read_body(receiver(part, part), 3, 9))
 
 
 # Answers
@@ -641,21 +494,6 @@ def test_application_can_override_csp_but_not_nosniff() -> None:
     assert sorted(name for name in set(names) if names.count(name) > 1) == [b"vary"]
 
 
-def test_an_error_keeps_its_own_headers_and_fields() -> None:
-    answer = ask(failing(ApiError(503, "later", code="queue_full", headers={"Retry-After": "1"})), policy_of())
-    check_refused(answer, 503)
-    assert answer.headers["retry-after"] == "1" and answer.error["code"] == "queue_full"
-
-
-def test_failure_is_logged_once_and_hidden_from_client(caplog: pytest.LogCaptureFixture) -> None:
-    answer = ask(failing(ValueError("secret of /srv/x.py")), policy_of(), ("x-request-id", "req-7"))
-    check_refused(answer, 500)
-    assert b"secret" not in answer.body and b"ValueError" not in answer.body
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("nano_inference.server", logging.ERROR)
-    assert "req-7" in record.getMessage() and record.exc_info is not None and "secret" in caplog.text
-
-
 @pytest.mark.parametrize("error", [ValueError("late"), ApiError(400, "late")])
 def test_failure_after_response_start_leaves_it_incomplete(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     answer = ask(failing(error, after=[STARTED, PART]), policy_of())
@@ -663,11 +501,6 @@ def test_failure_after_response_start_leaves_it_incomplete(error: Exception, cap
     assert not answer.is_whole and b"late" not in answer.body
     assert len(caplog.records) == 1
     assert [(status, noted) for _, status, _, noted in answer.noted] == [(200, error)]
-
-
-def test_application_without_response_is_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
-    check_refused(ask(sending(), policy_of()), 500)
-    assert len(caplog.records) == 1
 
 
 def test_cancelled_task_answers_503_without_traceback(caplog: pytest.LogCaptureFixture) -> None:
@@ -723,39 +556,6 @@ def test_disconnected_client_has_no_status() -> None:
     assert reported_of(watch_after, BEARER, messages=[GONE]) == (200, None)
 
 
-def test_exchange_is_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Any]] = []
-
-    class Counted(guard_module.Exchange):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(weakref.ref(self))
-
-    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
-        raise ApiError(400, "no")
-
-    async def serve(app: ASGIApp) -> None:
-        scope = {"type": "http", "method": "GET", "path": "/x", "headers": [(b"host", b"localhost")]}
-
-        async def receive() -> Message:
-            return END
-
-        async def send(message: Message) -> None:
-            """Drop it, but refer to the request as uvicorn does."""
-            _ = scope
-
-        await Guard(app, policy_of(cors_origin=(PAGE,)))(scope, receive, send)
-
-    monkeypatch.setattr(guard_module, "Exchange", Counted)
-    gc.disable()
-    try:
-        for app in (served, refusing):
-            asyncio.run(serve(app))
-            assert made[-1]() is None, app
-    finally:
-        gc.enable()
-
-
 def test_failing_on_response_does_not_affect_response(caplog: pytest.LogCaptureFixture) -> None:
     sent: list[Message] = []
 
@@ -772,12 +572,6 @@ def test_failing_on_response_does_not_affect_response(caplog: pytest.LogCaptureF
     asyncio.run(Guard(served, policy_of(), tell)(scope, receive, send))
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     assert len(caplog.records) == 1
-
-
-def test_durations_use_monotonic_clock() -> None:
-    tree = ast.parse(inspect.getsource(guard_module))
-    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert {name for name in called if name.startswith("time.")} == {"time.monotonic"}
 
 
 # Other scopes, and Starlette inside
@@ -799,44 +593,3 @@ def test_lifespan_is_passed_and_websockets_are_refused() -> None:
     asyncio.run(Guard(app, policy_of())({"type": "lifespan"}, receive, send))
     asyncio.run(Guard(app, policy_of())({"type": "websocket", "path": "/", "headers": []}, receive, send))
     assert seen == ["lifespan"] and [message["type"] for message in sent] == ["websocket.close"]
-
-
-def test_guard_works_as_starlette_middleware() -> None:
-    async def echo(request: Request) -> Response:
-        return Response(await request_body(request.scope, request.receive))
-
-    async def fail(request: Request) -> Response:
-        raise ApiError(400, "wrong", param="n")
-
-    async def stream(request: Request) -> Response:
-        async def parts() -> Any:
-            yield b"a"
-            yield b"b"
-
-        return StreamingResponse(parts())
-
-    routes = [Route("/echo", echo, methods=["POST"]), Route("/fail", fail), Route("/stream", stream)]
-    policy = policy_of()
-    app = Starlette(routes=routes, middleware=[Middleware(Guard, policy=policy)])
-    body = {"type": "http.request", "body": b"{}", "more_body": False}
-    sent: list[Message] = []
-
-    def call(method: str, path: str) -> Answer:
-        sent.clear()
-
-        async def receive() -> Message:
-            return body
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        raw = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"2")]
-        scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b"", "root_path": ""}
-        scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}, "state": {}}
-        asyncio.run(asyncio.wait_for(app(scope, receive, send), 30))
-        return Answer(list(sent), [])
-
-    assert call("POST", "/echo").body == b"{}"
-    check_refused(call("GET", "/fail"), 400)
-    assert call("GET", "/fail").error["param"] == "n"
-    assert call("GET", "/stream").body == b"ab"
