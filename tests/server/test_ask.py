@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,21 +18,13 @@ from nano_inference.server.dialects.tokens import apply_template, tokenize
 from nano_inference.server.errors import ApiError
 from nano_inference.server.generation import Generation
 from nano_inference.server.model import ServedModel
-from nano_inference.server.prompts import plain_messages
 from nano_inference.server.schema import ApplyTemplateBody, ChatBody, CompletionBody, TokenizeBody
-from nano_inference.server.transcript import transcripts_of
 from nano_inference.text.chat import chat_template
-from nano_inference.text.dialogue import TemplateDialogue, load_dialogue
+from nano_inference.text.dialogue import TemplateDialogue
 from nano_inference.text.fast import FastTokenizer, set_bos_eos
-from nano_inference.text.generation_config import chat_defaults
-from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.text.tool_events import CallStart, Content, Event, merged
-from tests.server.mounted import END_TOKEN
-from tests.server.test_detokenizer import sample_of
-from tests.server.test_replies import delta
-from tests.server.tiny import TEMPLATE
+from tests.server.tiny import TEMPLATE, served_model
 
 HELLO = [{"role": "user", "content": "hello"}]
 CONFIG = ServerConfig()
@@ -47,19 +38,7 @@ def tokenizer(tiny_directory: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tiny_directory: Path, tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel(
-        names=("tiny", "org/tiny-alias"),
-        any_name=False,
-        created=1,
-        tokenizer=tokenizer,
-        dialogue=load_dialogue(TokenizerSource(str(tiny_directory)), tokenizer),
-        grammars=Grammars(tokenizer, 260, (257,)),
-        limits=LIMITS,
-        generation=MappingProxyType({"temperature": 0.3, "top_k": 7}),
-        chat_defaults=chat_defaults({}, {}),
-        longest_token=12,
-        max_positions=LIMITS.max_model_len,
-    )
+    return served_model(tiny_directory, tokenizer=tokenizer, limits=LIMITS, generation={"temperature": 0.3, "top_k": 7})
 
 
 def completion(model: ServedModel, config: ServerConfig = CONFIG, /, **fields: Any) -> Generation:
@@ -99,85 +78,6 @@ def test_completion_defaults(model: ServedModel) -> None:
     assert (call.stream, call.include_usage, call.continuous_usage) == (False, False, False)
 
 
-def test_chat_defaults(model: ServedModel) -> None:
-    call = chat(model)
-    (request,) = call.requests
-    assert call.id.startswith("chatcmpl-")
-    assert model.tokenizer.decode(request.prompt, skip_special=False) == (
-        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert request.params.max_tokens is None
-    assert call.num_tokens == 512, "the rest of the context"
-
-
-def test_every_sampling_field_reaches_the_engine(model: ServedModel) -> None:
-    given: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "seed": -7,
-        "min_tokens": 2,
-        "ignore_eos": True,
-        "stop_token_ids": [65, 66],
-        "logit_bias": {"65": 5.0, "66": -100},
-        "allowed_token_ids": [65, 66, 67],
-        "max_tokens": 9,
-        "prompt_logprobs": 3,
-    }
-    for call, logprobs in (
-        (completion(model, logprobs=2, **given), 2),
-        (chat(model, logprobs=True, top_logprobs=2, **given), 2),
-    ):
-        params = call.requests[0].params
-        plain = {name: getattr(params, name) for name in given}
-        assert plain == given | {
-            "stop_token_ids": frozenset({65, 66}),
-            "allowed_token_ids": frozenset({65, 66, 67}),
-            "logit_bias": {65: 5.0, 66: -100.0},
-        }
-        assert params.logprobs == logprobs
-    off = completion(model, top_k=-1, temperature=0.0).requests[0].params
-    assert (off.top_k, off.temperature) == (0, 0.0)
-    assert completion(model, ServerConfig(logprobs_mode="processed")).requests[0].params.logprobs_mode == "processed"
-
-
-def test_reply_shape(model: ServedModel) -> None:
-    call = chat(
-        model,
-        stop="END",
-        include_stop_str_in_output=True,
-        skip_special_tokens=False,
-        logprobs=True,
-        prompt_logprobs=0,
-        echo=True,
-        return_token_ids=True,
-        return_tokens_as_token_ids=True,
-    )
-    shape = call
-    assert (shape.stops, shape.include_stop, shape.skip_special) == (("END",), True, False)
-    assert (shape.logprobs, shape.prompt_logprobs, shape.echo) == (0, 0, ("hello",))
-    assert (shape.token_ids, shape.tokens_as_ids) == (True, True)
-    assert call.requests[0].make_matcher is not None
-    assert completion(model, stop=["a", "b"]).stops == ("a", "b")
-    assert completion(model, stop=[]).requests[0].make_matcher is None
-
-
-def test_streams(model: ServedModel) -> None:
-    for options, expected in (
-        (None, (False, False)),
-        ({}, (False, False)),
-        ({"include_usage": True}, (True, False)),
-        ({"continuous_usage_stats": True}, (False, False)),
-        ({"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}, (True, True)),
-    ):
-        call = chat(model, stream=True, stream_options=options)
-        assert (call.stream, call.include_usage, call.continuous_usage) == (True, *expected)
-
-
 def test_max_completion_tokens_overrides_max_tokens(model: ServedModel) -> None:
     assert chat(model, max_tokens=5, max_completion_tokens=6).requests[0].params.max_tokens == 6
     assert chat(model, max_tokens=5).requests[0].params.max_tokens == 5
@@ -193,24 +93,6 @@ def test_model_names_and_request_ids(model: ServedModel) -> None:
 
 
 # ---- prompts
-
-
-def test_prompt_formats(model: ServedModel) -> None:
-    encode = model.tokenizer.encode
-    for prompt, expected in (
-        ("ab", [encode("ab")]),
-        (["ab", "c"], [encode("ab"), encode("c")]),
-        ([1, 2, 3], [[1, 2, 3]]),
-        ([[1, 2], [3]], [[1, 2], [3]]),
-    ):
-        call = completion(model, prompt=prompt, n=2, max_tokens=5)
-        assert [list(request.prompt) for request in call.requests] == expected
-        assert call.total_samples == 2 * len(expected)
-        assert call.num_tokens == sum(len(ids) + 2 * 5 for ids in expected)
-    assert completion(model, prompt=["ab", "c"], echo=True).echo == ("ab", "c")
-    assert completion(model, prompt=[[97], [98, 195]], echo=True).echo == tuple(
-        model.tokenizer.decode(ids) for ids in ([97], [98, 195])
-    )
 
 
 def test_tokenizer_prefix_tokens(model: ServedModel, tokenizer: Tokenizer) -> None:
@@ -234,10 +116,6 @@ def test_tokenizer_prefix_tokens(model: ServedModel, tokenizer: Tokenizer) -> No
         assert tuple(tokenize(body, with_bos)["tokens"]) == expected
 
 
-def test_special_tokens_of_a_completion_are_parsed(model: ServedModel) -> None:
-    assert completion(model, prompt="<|im_end|>a").requests[0].prompt[0] == 257
-
-
 def test_truncate_prompt_tokens_keeps_last_tokens(model: ServedModel) -> None:
     ids = list(range(10))
     assert completion(model, prompt=ids, truncate_prompt_tokens=4).requests[0].prompt == (6, 7, 8, 9)
@@ -253,34 +131,7 @@ def test_truncate_prompt_tokens_keeps_last_tokens(model: ServedModel) -> None:
     assert len(chat(model, messages=messages, truncate_prompt_tokens=20).requests[0].prompt) == 20
 
 
-def test_max_tokens_is_reduced_to_context(model: ServedModel) -> None:
-    assert completion(model, prompt=[1] * 500, max_tokens=1000).num_tokens == 512
-    assert completion(model, prompt=[1] * 512, max_tokens=0).num_tokens == 512
-    assert completion(model, prompt=[1] * 511, max_tokens=1).num_tokens == 512
-
-
 # ---- messages
-
-
-def test_messages_are_converted_to_text() -> None:
-    body = ChatBody(
-        messages=[
-            {"role": "developer", "content": "be kind"},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}],
-                "name": "x",
-            },
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-            {"role": "tool", "content": []},
-        ]
-    )
-    assert plain_messages(body.messages) == [
-        {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "a\nb", "name": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-        {"role": "tool", "content": ""},
-    ]
 
 
 def test_special_tokens_in_messages_stay_text(model: ServedModel) -> None:
@@ -314,20 +165,6 @@ def test_template_variables_and_limits(model: ServedModel) -> None:
     assert chat(model, reasoning_effort=None).requests
     body = TokenizeBody(messages=HELLO, reasoning_effort="high")
     assert tokenize(body, shouting)["count"] == len("hellohigh")
-
-
-def test_effort_switches_the_reasoning_of_a_template_without_levels(model: ServedModel) -> None:
-    thinking = templated(
-        model, "{{ messages[0].content }}{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}"
-    )
-
-    def prompt(**fields: Any) -> str:
-        return thinking.tokenizer.decode(chat(thinking, **fields).requests[0].prompt).lower()
-
-    assert prompt() == "hello"
-    assert (prompt(reasoning_effort="none"), prompt(reasoning_effort="low")) == ("hellofalse", "hellotrue")
-    kwargs = {"enable_thinking": True}
-    assert prompt(reasoning_effort="none", chat_template_kwargs=kwargs) == "hellotrue"
 
 
 def test_generation_prompt_options(model: ServedModel) -> None:
@@ -406,7 +243,11 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"chat_template_kwargs": {"a": {}}}, "chat_template_kwargs.a must be a number", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": [[1]]}}, "chat_template_kwargs.a must be a number", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": "x" * 4096}}, "must be at most 4096 bytes", "chat_template_kwargs"),
-    ({"n": 17}, "n must be at most 16, got 17", "n"),
+    (
+        {"kv_transfer_params": {"do_remote_decode": True}},
+        "is not supported here",
+        "kv_transfer_params.do_remote_decode",
+    ),
 ]
 
 
@@ -418,12 +259,7 @@ LLAMA_TEMPLATE = "{{ messages[0].content }}{{ tools }}<|python_tag|>"
 @pytest.mark.parametrize(
     ("template", "fields", "message", "param"),
     [
-        (
-            TEMPLATE,
-            {"regex": "a+"},
-            "regex: with tool_choice auto only a JSON structure is supported",
-            "regex",
-        ),
+        (TEMPLATE, {"regex": "a+"}, "regex: with tool_choice auto only a JSON structure is supported", "regex"),
         (LLAMA_TEMPLATE, {"ebnf": 'root ::= "a"'}, "ebnf: with tool_choice auto only a JSON structure", "ebnf"),
         (
             LLAMA_TEMPLATE,
@@ -470,37 +306,6 @@ def test_calculator_with_functions_or_structure_is_refused(model: ServedModel, f
     check_refusal(caught.value, "calculator cannot be combined with functions or a structure", "calculator")
 
 
-CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("fields", "text", "content", "num_calls"),
-    [
-        ({}, f"Hi {CALL}\n{CALL}", "Hi", 2),
-        ({"parallel_tool_calls": False}, f"Hi {CALL}\n{CALL}", "Hi", 1),
-        ({"tool_choice": "required"}, f"{CALL}\n{CALL}", "", 2),
-        ({"tool_choice": "required"}, CALL[:14], "", 0),
-        ({"tool_choice": "auto"}, CALL[:14], CALL[:14], 0),
-        ({"tool_choice": "none"}, f"Hi {CALL}", f"Hi {CALL}", 0),
-    ],
-)
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_transcript_keeps_reported_events_only(
-    model: ServedModel, fields: dict[str, Any], text: str, content: str, num_calls: int, is_stream: bool
-) -> None:
-    call = chat(replace(model, limits=replace(LIMITS, max_model_len=4096)), tools=[NOW], **fields)
-    (transcript,) = transcripts_of(call)
-    tokens = [*model.tokenizer.encode(text), END_TOKEN]
-    events: list[Event] = []
-    for at, token in enumerate(tokens, 1):
-        sample = sample_of(tokens, "stop", None) if at == len(tokens) else None
-        piece = delta([token], sample=sample)
-        events += transcript.add_delta(piece, call, keep=not is_stream).events
-    assert merged(transcript.events) == ([] if is_stream else merged(events))
-    assert "".join(event.text for event in events if isinstance(event, Content)) == content
-    assert transcript.num_calls == sum(isinstance(event, CallStart) for event in events) == num_calls
-
-
 def check_refusal(error: ApiError, message: str, param: str | None) -> None:
     assert message in error.message
     assert error.param == param
@@ -523,16 +328,6 @@ def test_refused_chats(model: ServedModel, fields: dict[str, Any], message: str,
     with pytest.raises(ApiError) as caught:
         chat(model, **fields)
     check_refusal(caught.value, message, param)
-
-
-def test_too_long_prompt_error_has_counts(model: ServedModel) -> None:
-    for make, fields in ((completion, {"prompt": [1] * 700}), (chat, {"messages": BIG})):
-        with pytest.raises(ApiError) as caught:
-            make(model, **fields)
-        error = caught.value.to_dict()["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert error["n_ctx"] == 512
-        assert error["n_prompt_tokens"] == (700 if "prompt" in fields else 600 + len("user\n\nassistant\n") + 3)
 
 
 def test_request_larger_than_cache_is_refused(model: ServedModel) -> None:
@@ -573,15 +368,6 @@ def test_template_error_messages(model: ServedModel, source: str, message: str, 
     assert "srv" not in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["name", "self", "template_name", "__out", "__class__", "", "a b", "raise_exception"])
-def test_odd_variable_names(model: ServedModel, name: str) -> None:
-    """They are accepted or refused with ApiError."""
-    try:
-        chat(model, chat_template_kwargs={name: 1})
-    except ApiError as error:
-        assert error.status == 400
-
-
 @pytest.mark.parametrize("value", [2**63, 2**64, 2**127, 2**128, 10**4000, -(10**200), 1e308, float("inf"), True, None])
 def test_odd_values_of_variables_and_message_fields(model: ServedModel, value: Any) -> None:
     showing = templated(model, "{{ messages[0].content }}{{ a }}{{ messages[0].b }}")
@@ -618,23 +404,3 @@ def test_role_must_be_known_string(role: Any) -> None:
     with pytest.raises(ApiError, match=r"^messages\.0\.role: ") as refused:
         parse(json.dumps({"messages": [{"role": role, "content": "x"}]}).encode(), ChatBody)
     assert refused.value.param == "messages.0.role"
-
-
-def test_larger_context_is_suggested_only_if_supported(model: ServedModel) -> None:
-    for positions, is_advised in ((LIMITS.max_model_len, False), (LIMITS.max_model_len + 1, True)):
-        with pytest.raises(ApiError, match="exceeds the available context size") as refused:
-            completion(replace(model, max_positions=positions), prompt=[1] * 2000)
-        assert ("--max-model-len" in refused.value.message) is is_advised
-
-
-@pytest.mark.parametrize("fields", [{"n": 17}, {"prompt_logprobs": 21}, {"stream_options": {}}])
-def test_counts_are_checked_before_tokenizing(model: ServedModel, fields: dict[str, Any]) -> None:
-    class Untouched:
-        def __getattr__(self, name: str) -> Any:
-            raise AssertionError("the text was encoded")
-
-    untouched = replace(model, tokenizer=Untouched(), dialogue=Untouched())
-    for call in (completion, chat):
-        with pytest.raises(ApiError) as refused:
-            call(untouched, **fields)
-        assert refused.value.param == next(iter(fields))

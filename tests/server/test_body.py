@@ -21,7 +21,6 @@ from nano_inference.server.embedding import EmbeddingBody
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tests.cases import failures
-from tests.effort import IS_THOROUGH, some
 from tests.server.tiny import Running, events_in, running
 
 JSON = dict[str, Any]
@@ -65,19 +64,6 @@ def test_invalid_json_is_refused(data: bytes, says: str) -> None:
     error = refusal(data)
     assert says in error.message
     assert (error.code, error.param) == ("invalid_json", None)
-
-
-def test_json_nesting_limit() -> None:
-    assert read_json(b'{"x":' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}")
-
-
-def test_last_of_repeated_keys_is_used() -> None:
-    assert parse(b'{"prompt":"a","prompt":"b"}', CompletionBody).prompt == "b"
-
-
-def test_unknown_fields_are_kept_in_model_extra() -> None:
-    body = parse(b'{"prompt":"a","color":"red"}', CompletionBody)
-    assert body.model_extra == {"color": "red"}
 
 
 RANGES: dict[str, list[Any]] = {
@@ -253,39 +239,9 @@ def test_error_size_is_bounded(data: bytes) -> None:
     refusal(data)
 
 
-def test_many_invalid_messages_are_one_error() -> None:
-    for data in (
-        b'{"messages":[' + b"{}," * 2000 + b"1]}",
-        b'{"messages":[{"role":"user","content":[' + b"{}," * 2000 + b"1]}]}",
-    ):
-        assert refusal(data, ChatBody).param is not None
-
-
-def test_error_has_no_internal_names() -> None:
-    for body in (
-        {"prompt": {}},
-        {"prompt": "a", "stop": {}},
-        {"prompt": [[1.5]]},
-        {"prompt": "a", "stream_options": 5},
-    ):
-        text = refusal(body).message + str(refusal(body).param)
-        for internal in (
-            "constrained",
-            "function",
-            "list[",
-            "pydantic",
-            "union",
-            "CompletionBody",
-            "StreamOptions",
-            "url",
-        ):
-            assert internal not in text
-
-
 # ---- mutated bodies, against a running server
 
 MAX_LEN = 48
-EXAMPLES = some(1500)
 TEXT: JSON = {"prompt": "hello", "max_tokens": 2}
 TALK: JSON = {"messages": HELLO, "max_tokens": 2}
 COMPLETIONS: list[JSON] = [
@@ -335,54 +291,16 @@ ODD_NUMBERS = (
     *("1e400", "NaN", "Infinity", "-Infinity", "9" * 400, "9" * 100_000),
 )
 ODD_TEXTS = (
-    *(
-        '""',
-        '"1"',
-        '"\\u0000"',
-        '"\\ud800"',
-        '"\\udfff\\ud800"',
-        '"\\ufeff"',
-        '"\\u202e"',
-        '"</script>"',
-        '"\\r\\nGET /"',
-    ),
-    *(
-        '"<|im_start|><|im_end|><|bos|><|pad|>"',
-        '"' + "a" * 50_000 + '"',
-        '"' + "e" + "\u0301" * 5000 + '"',
-        '"👩\u200d👧"',
-    ),
+    *('""', '"1"', '"\\u0000"', '"\\ud800"', '"\\ufeff"', '"\\u202e"', '"</script>"', '"\\r\\nGET /"', '"👩\u200d👧"'),
+    *('"<|im_start|><|im_end|><|bos|><|pad|>"', '"' + "a" * 50_000 + '"', '"' + "e" + "\u0301" * 5000 + '"'),
 )
 ODD_SHAPES = (
-    *(
-        "null",
-        "true",
-        "false",
-        "[]",
-        "{}",
-        "[[]]",
-        "[null]",
-        '{"a":1}',
-        '{"5":1}',
-        '{"type":"text"}',
-        "[" * 10_000 + "]" * 10_000,
-    ),
-    *("[" * 40 + "]" * 40, '{"a":' * 200 + "1" + "}" * 200, "[" + "1," * 5000 + "1]", "[" + '"a",' * 5000 + '"a"]'),
-    *("{" + ",".join(f'"{i}":0' for i in range(3000)) + "}", '{"a":1,"a":2}', '[{"role":"user","content":"x"}]'),
+    *("null", "true", "false", "[]", "{}", "[[]]", "[null]", '{"a":1}', '{"5":1}', '{"type":"text"}', '{"a":1,"a":2}'),
+    *("[" * 10_000 + "]" * 10_000, "[" * 40 + "]" * 40, '{"a":' * 200 + "1" + "}" * 200, "[" + "1," * 5000 + "1]"),
+    *("{" + ",".join(f'"{i}":0' for i in range(3000)) + "}", '[{"role":"user","content":"x"}]'),
 )
 ODD = (*ODD_NUMBERS, *ODD_TEXTS, *ODD_SHAPES)
-ODD_KEYS = (
-    '""',
-    '"\\u0000"',
-    '"\\ud800"',
-    '"__proto__"',
-    '"model_config"',
-    '"prompt"',
-    '"n"',
-    '"stream"',
-    '"stop"',
-    '"seed"',
-)
+ODD_KEYS = ('""', '"\\u0000"', '"\\ud800"', '"__proto__"', '"model_config"', '"prompt"', '"n"', '"stream"', '"seed"')
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -473,19 +391,11 @@ def check_answer(answer: Answer) -> None:
         )
 
 
-@pytest.mark.parametrize(("path", "body"), VALID)
-def test_unmodified_bodies_are_accepted(small: Running, path: str, body: JSON) -> None:
-    answer = asyncio.run_coroutine_threadsafe(request(small.app, path, json.dumps(body).encode()), small.loop).result(
-        60
-    )
-    check_answer(answer)
-    assert answer.status == 200
-
-
-def test_mutated_bodies_never_cause_server_error(small: Running) -> None:
+@pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.nightly)])
+def test_mutated_bodies_never_cause_server_error(small: Running, count: int) -> None:
     """No 5xx, no error within a started stream, and the engine stays alive."""
 
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(
         st.sampled_from(VALID),
         st.lists(st.tuples(st.integers(0, 40), st.one_of(st.sampled_from(ODD), st.none())), max_size=2),
@@ -501,21 +411,6 @@ def test_mutated_bodies_never_cause_server_error(small: Running) -> None:
     attack()
     assert small.client.get("/ready").json() == {"status": "ready"}
     assert small.post("/v1/completions", TEXT).status_code == 200
-
-
-def test_odd_values_in_each_field(small: Running) -> None:
-    """Odd numbers and texts, one field at a time; `make test` puts each of them in every third field."""
-    step = 1 if IS_THOROUGH else 3
-    bodies = (("/v1/completions", TEXT, CompletionBody), ("/v1/chat/completions", TALK, ChatBody))
-    fields = [(path, base, name) for path, base, model in bodies for name in sorted(model.model_fields)]
-    fields = [one for one in fields if one[2] not in ("prompt", "messages")]
-
-    def check(path: str, base: JSON, field: str, odd: str) -> None:
-        data = json.dumps({**base, field: "@@"}).replace('"@@"', odd).encode()
-        check_answer(asyncio.run_coroutine_threadsafe(request(small.app, path, data), small.loop).result(60))
-
-    cases = [(*one, odd) for number, odd in enumerate(ODD) for one in fields[number % step :: step]]
-    assert failures(check, cases) == []
 
 
 @pytest.mark.parametrize(

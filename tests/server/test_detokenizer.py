@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from nano_inference.server.detokenizer import (
     DecodedDelta,
-    Detokenizer,
     LogprobEntry,
     detokenize,
-    flush,
     prompt_entries,
     start_detokenizer,
     token_bytes_of,
@@ -27,7 +25,6 @@ from nano_inference.server.detokenizer import (
 from nano_inference.server.generation import Generation
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import Delta, FinishReason, StopReason, TokenLogprob, TrainingSample
-from tests.effort import some
 
 PIECES: tuple[bytes, ...] = (
     *(b"a", b"b", b"c", b"ab", b"ba", b"aba", b"x y", b"\n\n"),
@@ -146,11 +143,9 @@ cases = st.tuples(
 )
 
 
-@settings(max_examples=some(600), deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(cases)
-def test_text_ends_exactly_before_stop_string(
-    case: tuple[list[int], list[str], set[int], int, bool],
-) -> None:
+def test_text_ends_exactly_before_stop_string(case: tuple[list[int], list[str], set[int], int, bool]) -> None:
     tokens, stops, cuts, min_tokens, include = case
     count, stop, text = reference(tokens, stops, min_tokens)
     tokens = tokens[:count]
@@ -161,11 +156,9 @@ def test_text_ends_exactly_before_stop_string(
     assert text.startswith("".join(pieces[:-1])), "nothing of the stop string left before it was complete"
 
 
-@settings(max_examples=some(300), deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(cases)
-def test_engine_matcher_stops_where_reference_does(
-    case: tuple[list[int], list[str], set[int], int, bool],
-) -> None:
+def test_engine_matcher_stops_where_reference_does(case: tuple[list[int], list[str], set[int], int, bool]) -> None:
     tokens, stops, _, _, _ = case
     count, stop, _ = reference(tokens, stops, 0)
     matcher = stop_matcher(TOKENIZER, tuple(stops))()
@@ -174,7 +167,7 @@ def test_engine_matcher_stops_where_reference_does(
     assert (verdicts[-1] if verdicts else None) == stop
 
 
-@settings(max_examples=some(300), deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from([*range(len(PIECES)), UNKNOWN]), max_size=24), st.sets(st.integers(1, 23)), st.booleans()
 )
@@ -195,19 +188,6 @@ def test_possible_stop_string_is_held_back_until_excluded() -> None:
     tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"c", b"a")]
     pieces = [one.text for one in decode_all(options(stops=("abab",)), deltas_of(tokens, [1, 2, 3, 4]))]
     assert pieces == ["", "", "", "abac", "a"]
-
-
-def test_stop_string_before_min_tokens_is_shown_and_can_start_another() -> None:
-    tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"b", b"c")]
-    shape = options(stops=("ab", "ababc"))
-    pieces = [one.text for one in decode_all(shape, deltas_of(tokens, [1, 2, 3, 4], "stop", "ababc"))]
-    assert pieces == ["", "", "", "", ""]
-
-
-def test_text_is_cut_only_by_stop_string_completed_by_last_token() -> None:
-    tokens = [PIECES.index(piece) for piece in (b"a", b"b", b"a", b"b")]
-    shape = options(stops=("ab", "ababc"))
-    assert "".join(one.text for one in decode_all(shape, deltas_of(tokens, [2], "stop", "ab"))) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -234,16 +214,6 @@ def test_stop_token_visibility(
     assert written[0].finish_reason is None
 
 
-def test_abort_reason_is_not_a_stop_string() -> None:
-    assert decode_all(options(stops=("ab",)), deltas_of([3], [], "abort", "ab"))[0].text == "ab"
-
-
-def test_a_plain_stop_token_is_hidden_unless_included() -> None:
-    for include, text in ((False, "a"), (True, "ab")):
-        written = decode_all(options(include_stop=include), deltas_of([0, 1], [1], "stop", 1))
-        assert "".join(one.text for one in written) == text
-
-
 def test_hidden_special_token_equal_to_stop_string_cuts_nothing() -> None:
     written = decode_all(options(stops=("<end>", "ax")), deltas_of([0, END], [1], "stop", "<end>"))
     assert [one.text for one in written] == ["", "a"]
@@ -254,24 +224,13 @@ def test_text_after_stop_string_is_dropped() -> None:
     tokens = [0, PIECES.index(b"c\xf0")]
     assert [one.text for one in decode_all(options(stops=("c",)), deltas_of(tokens, [1], "stop", "c"))] == ["a", ""]
     tokens = [0, PIECES.index(b"aba")]
-    assert [one.text for one in decode_all(options(stops=("ab",)), deltas_of(tokens, [1], "stop", "ab"))] == [
-        "",
-        "a",
-    ]
+    assert [one.text for one in decode_all(options(stops=("ab",)), deltas_of(tokens, [1], "stop", "ab"))] == ["", "a"]
 
 
 def test_replacement_character_does_not_match_stop_string() -> None:
     """The engine compares bytes, which contain no U+FFFD; the text must not end where the engine continued."""
     written = decode_all(options(stops=("\ufffd",)), deltas_of([0, PIECES.index(b"\xff"), 1], [1, 2]))
     assert "".join(one.text for one in written) == "a\ufffdb"
-
-
-def test_flush_returns_held_back_text() -> None:
-    shape = options(stops=("abc",))
-    detokenizer, written = detokenize(start_detokenizer(shape, 0), next(deltas_of([3, 11, 0], [1, 2])), shape)
-    assert written.text == ""
-    assert flush(detokenizer, options(stops=("abc",)), "timeout")[:5] == ("ab", (), (), "length", "timeout")
-    assert isinstance(detokenizer, Detokenizer)
 
 
 def test_drop_space_removes_first_space() -> None:
@@ -300,10 +259,6 @@ def test_entries_include_sampled_token_in_alternatives() -> None:
         LogprobEntry(6, "x y", -0.2, top, 5),
         LogprobEntry(1, "b", -3.0, (*top, TokenLogprob(1, -3.0)), 8),
     )
-
-
-def test_without_logprobs_there_are_no_entries() -> None:
-    assert decode_all(options(), deltas_of([0, 1], [1]))[0].entries == ()
 
 
 def test_prompt_entries() -> None:

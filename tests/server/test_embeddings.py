@@ -6,19 +6,15 @@ import base64
 import json
 import math
 import struct
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from openai import OpenAI
-from openai.types import CreateEmbeddingResponse
 
-from nano_inference import EngineConfig, InferenceEngine, TrainingSample
+from nano_inference import TrainingSample
 from nano_inference.core.admission import Limits
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
@@ -27,32 +23,17 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from nano_inference.server.schema import MAX_PROMPTS
 from nano_inference.support.checks import float32
-from nano_inference.text.generation_config import chat_defaults
-from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import EngineRequest
-from tests.server.tiny import Running
+from tests.server.tiny import Running, served_model
 
 LIMITS = Limits(vocab_size=260, max_model_len=512, num_blocks=100, block_size=16, hidden_size=32)
-BOS = 258
 
 
 @pytest.fixture(scope="module")
 def model(tiny_directory: Path) -> ServedModel:
-    return ServedModel(
-        names=("tiny", "org/tiny-alias"),
-        any_name=False,
-        created=1,
-        tokenizer=load_tokenizer(TokenizerSource(str(tiny_directory))),
-        dialogue=None,
-        grammars=Grammars(load_tokenizer(TokenizerSource(str(tiny_directory))), 260, (257,)),
-        limits=LIMITS,
-        generation=MappingProxyType({"temperature": 0.3}),
-        chat_defaults=chat_defaults({}, {}),
-        longest_token=12,
-        max_positions=LIMITS.max_model_len,
-    )
+    return served_model(tiny_directory, dialogue=None, limits=LIMITS)
 
 
 def body_of(**fields: Any) -> EmbeddingBody:
@@ -84,29 +65,6 @@ def sample(vector: tuple[float, ...] | None, size: int = 3, **changes: Any) -> T
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [
-        ("hi", ["hi"]),
-        (["hi", "there", "hi"], ["hi", "there", "hi"]),
-        ([1, 2, 3], [(1, 2, 3)]),
-        ([[1, 2], [259]], [(1, 2), (259,)]),
-        (["a"] * MAX_PROMPTS, ["a"] * MAX_PROMPTS),
-    ],
-)
-def test_input_forms(model: ServedModel, given: Any, prompts: list[Any]) -> None:
-    requests = requests_of(model, input=given, model="org/tiny-alias", user="me")
-    expected = [tuple(model.tokenizer.encode(one)) if isinstance(one, str) else one for one in prompts]
-    assert [request.prompt for request in requests] == expected
-    for request in requests:
-        assert (request.params.max_tokens, request.params.pooling, request.num_samples, request.salt) == (
-            0,
-            "mean",
-            1,
-            "salt",
-        )
-
-
-@pytest.mark.parametrize(
-    ("given", "prompts"),
-    [
         ([1, 2, "hi", 3], [[1, 2, "hi", 3]]),
         (["hi", 2], [["hi", 2]]),
         (["hi", [1, 2]], ["hi", [1, 2]]),
@@ -123,19 +81,6 @@ def test_llamacpps_input_forms(model: ServedModel, given: Any, prompts: list[Any
         return tuple(token for piece in ids for token in piece)
 
     assert [request.prompt for request in requests_of(model, input=given)] == [encoded(one) for one in prompts]
-
-
-def test_only_a_text_at_the_beginning_gets_special_tokens(model: ServedModel) -> None:
-    class Beginning:
-        vocab_size = 260
-
-        def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-            return [BOS] * add_special + list(text.encode())
-
-    tokenizer: Any = Beginning()
-    begins = replace(model, tokenizer=tokenizer)
-    prompts = [request.prompt for request in requests_of(begins, input=[["a", 1, "b"], [1, "a"]])]
-    assert prompts == [(BOS, 97, 1, 98), (1, 97)]
 
 
 @pytest.mark.parametrize(
@@ -171,19 +116,6 @@ def test_pooling_and_truncation_fields(model: ServedModel) -> None:
     assert len(requests_of(model, input="x" * 10_000, truncate_prompt_tokens=9)[0].prompt) == 9
     assert len(requests_of(model, input=[1] * 512)[0].prompt) == 512, "no position is reserved for an answer"
     assert requests_of(model, dimensions=32, encoding_format=None, model="", pooling=None, normalize=None)
-
-
-def test_add_special_tokens(model: ServedModel) -> None:
-    class Beginning:
-        vocab_size = 260
-
-        def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-            return [BOS] * add_special + list(text.encode())
-
-    tokenizer: Any = Beginning()
-    begins = replace(model, tokenizer=tokenizer)
-    assert requests_of(begins)[0].prompt == requests_of(begins, add_special_tokens=True)[0].prompt == (BOS, 104, 105)
-    assert requests_of(begins, add_special_tokens=False)[0].prompt == (104, 105)
 
 
 @pytest.mark.parametrize(
@@ -233,27 +165,10 @@ def test_text_longer_than_the_context_is_refused(
     assert error.extra == {"n_prompt_tokens": count, "n_ctx": 512}
 
 
-def test_length_limit_of_a_small_cache(model: ServedModel) -> None:
-    small = replace(model, limits=replace(LIMITS, num_blocks=5))
-    assert len(requests_of(small, input=[1] * 80)[0].prompt) == 80
-    assert refusal(small, input=[1] * 81).extra["n_ctx"] == 80
-    assert len(requests_of(small, input=[1] * 81, truncate_prompt_tokens=-1)[0].prompt) == 80
-
-
 # ---- the reply
 
 
 VECTOR = float32([0.5, -1.5, 2.25, 0.1])
-
-
-def test_reply_form() -> None:
-    reply = embedding_reply(body_of(), "tiny", [sample(VECTOR, 3), sample(float32([1, 2, 3, 4]), 5)])
-    assert CreateEmbeddingResponse.model_validate(reply).to_dict() == reply
-    assert (reply["object"], reply["model"]) == ("list", "tiny")
-    assert reply["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
-    assert [one["index"] for one in reply["data"]] == [0, 1]
-    assert {one["object"] for one in reply["data"]} == {"embedding"}
-    assert json.loads(json.dumps(reply, allow_nan=False)) == reply
 
 
 def test_vectors_are_normalized_by_default() -> None:
@@ -278,11 +193,6 @@ def test_base64_decodes_to_the_floats(fields: dict[str, Any]) -> None:
     assert len(data) == 4 * fields.get("dimensions", 4)
 
 
-def test_base64_is_little_endian() -> None:
-    reply = embedding_reply(body_of(encoding_format="base64", normalize=False), "tiny", [sample((1.0, -2.0))])
-    assert base64.b64decode(reply["data"][0]["embedding"]) == b"\x00\x00\x80\x3f\x00\x00\x00\xc0"
-
-
 @pytest.mark.parametrize(
     ("reason", "status", "message"),
     [
@@ -299,25 +209,6 @@ def test_failed_sample_raises(reason: str | None, status: int, message: str) -> 
 
 
 # ---- with an engine
-
-
-def test_embeddings_equal_the_engines(tiny_directory: Path, model: ServedModel) -> None:
-    texts = ["hello", "another text", "hello"]
-    config = EngineConfig(model_path=str(tiny_directory), kv_cache_bytes=8 << 20, device="cpu", num_threads=1)
-    with InferenceEngine(config) as engine:
-        served = replace(model, limits=engine.limits)
-        for fields in ({"pooling": "mean"}, {"pooling": "last"}):
-            body = body_of(input=texts, **fields)
-            requests = ask_embedding(body, served, ServerConfig(), "salt").requests
-            samples = engine.generate(
-                [request.prompt for request in requests], [request.params for request in requests]
-            )
-            reply = embedding_reply(body, "tiny", samples)
-            expected = engine.embed([model.tokenizer.encode(one) for one in texts], **fields, normalize=True)
-            for one, vector in zip(reply["data"], expected, strict=True):
-                assert one["embedding"] == pytest.approx(vector, abs=1e-5)
-            assert reply["usage"]["prompt_tokens"] == sum(len(model.tokenizer.encode(one)) for one in texts)
-        assert refusal(served, dimensions=33).param == "dimensions"
 
 
 # ---- over HTTP
@@ -345,32 +236,3 @@ def test_openai_client_returns_transformers_embeddings(
         expected = expected / expected.norm() if normalize else expected
         assert one.embedding == pytest.approx(expected.tolist(), abs=1e-4)
     assert reply.usage.prompt_tokens == sum(map(len, texts)) == reply.usage.total_tokens
-
-
-def test_embeddings_and_completions_run_concurrently(server: Running) -> None:
-    alone = server.post("/v1/embeddings", {"input": "abc"}).json()["data"][0]["embedding"]
-    with ThreadPoolExecutor(8) as pool:
-        body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
-        answers = [pool.submit(server.post, "/v1/completions", body) for _ in range(4)]
-        vectors = [pool.submit(server.post, "/v1/embeddings", {"input": ["abc", "d"]}) for _ in range(4)]
-        assert all(one.result().status_code == 200 for one in answers)
-        for one in vectors:
-            assert one.result().json()["data"][0]["embedding"] == pytest.approx(alone, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": []}, "input"),
-        ({"input": ["", "a"]}, "input.0"),
-        ({"input": "x" * 600}, "input"),
-        ({"input": [9999]}, "input"),
-        ({"input": "x", "dimensions": 33}, "dimensions"),
-        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "x", "pooling": "max"}, "pooling"),
-        ({"input": "x", "model": "other"}, "model"),
-    ],
-)
-def test_refusals_over_http(server: Running, fields: dict[str, Any], param: str) -> None:
-    reply = server.post("/v1/embeddings", fields)
-    assert reply.status_code in (400, 404) and reply.json()["error"]["param"] == param

@@ -165,75 +165,11 @@ def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
     assert f"fields without effect: 'zebra', '{'x' * 64}'" in reply.text
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-        (RESPONSES, {"reasoning": {"generate_summary": "auto"}}, "reasoning.generate_summary"),
-        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        (RESPONSES, {"tools": [{"type": "web_search", "external_web_access": False}]}, "tools.web_search"),
-        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
-        (RESPONSES, {"text": {"format": {"type": "text", "x": 1}}}, "text.format.x"),
-        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
-        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-        (CHAT, {"service_tier": "flex"}, "service_tier"),
-        (CHAT, {"repeat_last_n": 64}, "repeat_last_n"),
-        (MESSAGES, {"metadata": {"user_id": "u"}}, "metadata"),
-        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    ],
-)
-def test_strict_server_refuses_what_this_model_cannot_use(strict: Running, path: str, fields: JSON, param: str) -> None:
-    assert strict.post(path, BODIES[path]).status_code == 200
-    reply = strict.post(path, {**BODIES[path], **fields})
-    assert reply.status_code == 400 and f"fields without effect: {param!r}" in reply.text, reply.text
-
-
-@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "some"])
-def test_effort_of_any_value_changes_nothing_without_reasoning(server: Running, effort: str) -> None:
-    chat: JSON = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
-    plain, asked = (server.post(CHAT, {**chat, **more}).json() for more in ({}, {"reasoning_effort": effort}))
-    assert plain["choices"] == asked["choices"] and plain["usage"]["prompt_tokens"] == asked["usage"]["prompt_tokens"]
-    reply = server.post(RESPONSES, {"input": "a", "max_output_tokens": 4, "reasoning": {"effort": effort}}).json()
-    assert reply["reasoning"]["effort"] == effort and reply["usage"]["input_tokens"] == plain["usage"]["prompt_tokens"]
-
-
 # ---- an agent's request, with functions in a namespace
 
 FUNCTION: JSON = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}}
 SEARCH: JSON = {"type": "web_search", "external_web_access": False}
 SPACE: JSON = {"type": "namespace", "name": "agents", "description": "Work on agents.", "tools": [FUNCTION]}
-AGENT: JSON = {
-    "input": "hi",
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"summary": "auto"},
-    "store": False,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "k",
-    "client_metadata": {"turn": "1"},
-    "tools": [FUNCTION, SPACE, SEARCH],
-    "max_output_tokens": 4,
-}
-
-
-def test_agents_request_is_answered_and_its_hints_are_logged_once(
-    scripted: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        replies = [scripted.post(RESPONSES, AGENT) for _ in range(2)]
-    assert [one.status_code for one in replies] == [200, 200], replies[0].text
-    lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
-    assert lines == ["fields without effect are ignored: 'client_metadata', 'reasoning.summary', 'tools.web_search'"]
-    assert [tool["type"] for tool in replies[0].json()["tools"]] == ["function", "namespace"], "without the search"
-
-
-def test_call_in_a_namespace_round_trip(scripted: Running) -> None:
-    (call,) = scripted.post(RESPONSES, AGENT).json()["output"]
-    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "agents", "look")
-    items = [{"role": "user", "content": "hi"}, call]
-    items.append({"type": "function_call_output", "call_id": call["call_id"], "output": "a"})
-    (message,) = scripted.post(RESPONSES, {**AGENT, "input": items}).json()["output"]
-    assert message["content"][0]["text"] == "Seen."
 
 
 def test_namespace_describes_its_functions_in_the_prompt(scripted: Running) -> None:

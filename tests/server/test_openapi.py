@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +20,16 @@ from schemathesis.specs.openapi.checks import (
 )
 from starlette.routing import Route
 
-from nano_inference.server import schema as bodies
-from nano_inference.server.app import App, guard_policy, installed_dialects
+from nano_inference.server.app import installed_dialects
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import Dialect
-from nano_inference.server.engine_link import EngineLink
 from nano_inference.server.openapi import openapi
-from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
-from tests.effort import IS_THOROUGH
 from tests.server.tiny import Running, running
 
 DIALECTS = installed_dialects()
-EXAMPLES = 200 if IS_THOROUGH else 3
-"""Requests for each operation."""
 MAX_LEN = 64
-NO_KEY = {"needs_key": False}
+COUNTS = pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.nightly)])
+"""Requests for each operation."""
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -65,78 +54,6 @@ def test_served_document_is_valid(small: Running) -> None:
     schemathesis.openapi.from_dict(document).validate()
 
 
-class WatchedDialects(dict[str, Dialect]):
-    """All dialects; `on_read` is called before another thread than the main one reads them, some times a document."""
-
-    def __init__(self, on_read: Callable[[], None]) -> None:
-        super().__init__(DIALECTS)
-        self.on_read = on_read
-
-    def values(self) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            self.on_read()
-        return super().values()
-
-
-@contextmanager
-def unserved(dialects: Mapping[str, Dialect]) -> Iterator[App]:
-    """Yield an application without a model."""
-    config = ServerConfig(log_requests=False)
-    one = App(config, guard_policy(config, KeyRing.of(())), EngineLink(step_timeout=60), dialects)
-    yield one
-    one.close()
-
-
-def test_document_is_created_once_in_a_thread() -> None:
-    readers: list[str] = []
-    going = threading.Event()
-
-    def note() -> None:
-        going.wait(60)
-        readers.append(threading.current_thread().name)
-
-    unused: Any = None
-
-    async def request(app: App) -> None:
-        first, *others = [asyncio.create_task(app.document(unused)) for _ in range(4)]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        first.cancel()  # the first client disconnects; the others still get the document
-        going.set()
-        replies = [await other for other in others] + [await app.document(unused)]
-        assert {json.loads(bytes(reply.body))["openapi"] for reply in replies} == {"3.1.0"}
-        with pytest.raises(asyncio.CancelledError):
-            await first
-
-    with unserved(WatchedDialects(note)) as app:
-        assert not readers
-        asyncio.run(request(app))
-    (reader,) = set(readers)
-    assert reader.startswith("worker-text")
-    once: list[str] = []
-    thread = threading.Thread(target=openapi, args=(WatchedDialects(lambda: once.append("")),), kwargs=NO_KEY)
-    thread.start()
-    thread.join()
-    assert len(readers) == len(once) > 0
-
-
-def test_failed_document_is_created_again() -> None:
-    unused: Any = None
-    failures = [RuntimeError("not today")]
-
-    def fail() -> None:
-        if failures:
-            raise failures.pop()
-
-    async def request(app: App) -> None:
-        failed = await asyncio.gather(*(app.document(unused) for _ in range(2)), return_exceptions=True)
-        assert [str(error) for error in failed] == ["not today"] * 2
-        assert (await app.document(unused)).status_code == 200
-
-    with unserved(WatchedDialects(fail)) as app:
-        asyncio.run(request(app))
-
-
 def test_document_describes_exactly_the_routes(small: Running) -> None:
     described = {
         (path.replace("{model}", "{model:path}"), method.upper())
@@ -151,23 +68,6 @@ def test_document_describes_exactly_the_routes(small: Running) -> None:
         if method != "HEAD"
     }
     assert described == routes
-
-
-def test_references_are_defined() -> None:
-    document = openapi(DIALECTS, needs_key=True)
-    targets = set(re.findall(r"#/components/schemas/(\w+)", str(document)))
-    assert targets <= document["components"]["schemas"].keys()
-    assert {"CompletionBody", "ChatBody", "Error"} <= targets
-
-
-def test_the_limits_are_in_the_document() -> None:
-    fields = openapi(DIALECTS, needs_key=False)["components"]["schemas"]["CompletionBody"]["properties"]
-    (temperature,) = (one for one in fields["temperature"]["anyOf"] if one["type"] == "number")
-    assert (temperature["minimum"], temperature["maximum"]) == (0, 2)
-    (stops,) = (one for one in fields["stop"]["anyOf"] if one["type"] == "array")
-    assert stops["maxItems"] == bodies.MAX_STOPS
-    (bias,) = (one for one in fields["logit_bias"]["anyOf"] if one["type"] == "object")
-    assert bias["maxProperties"] == bodies.MAX_BIAS
 
 
 def test_security_scheme_is_described_if_key_is_needed() -> None:
@@ -189,11 +89,11 @@ def operations_of(server: Running) -> list[APIOperation[Any, Any, Any, Any, Any]
     return [one.ok() for one in schema.get_all_operations()]
 
 
-def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationMode) -> set[int]:
+def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationMode, count: int) -> set[int]:
     """Send schemathesis' requests for an operation, check each response, and return the statuses."""
     seen: set[int] = set()
 
-    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(mode))
     def request(case: Case) -> None:
         response = case.call()
@@ -204,7 +104,8 @@ def statuses(operation: APIOperation[Any, Any, Any, Any, Any], mode: GenerationM
     return seen
 
 
-def test_schemathesis_finds_no_server_error(small: Running) -> None:
+@COUNTS
+def test_schemathesis_finds_no_server_error(small: Running, count: int) -> None:
     """No 5xx, and every response is described in the document."""
     operations = operations_of(small)
     described = {
@@ -215,14 +116,15 @@ def test_schemathesis_finds_no_server_error(small: Running) -> None:
     assert {one.label for one in operations} == described - {"GET /openapi.json"}, (
         "schemathesis omits the document itself"
     )
-    seen = {f"{one.method} {one.path}": statuses(one, GenerationMode.POSITIVE) for one in operations}
+    seen = {f"{one.method} {one.path}": statuses(one, GenerationMode.POSITIVE, count) for one in operations}
     assert all(200 in seen[name] for name in seen if name.startswith("get ") and "{" not in name), seen
     assert 200 in seen["post /detokenize"], seen
     assert set().union(*seen.values()) <= {200, 400, 404, 413, 422}, seen
     assert small.client.get("/ready").json() == {"status": "ready"}
 
 
-def test_schemathesis_invalid_requests_are_refused(small: Running) -> None:
+@COUNTS
+def test_schemathesis_invalid_requests_are_refused(small: Running, count: int) -> None:
     for operation in operations_of(small):
         if operation.body:
-            assert 200 not in statuses(operation, GenerationMode.NEGATIVE)
+            assert 200 not in statuses(operation, GenerationMode.NEGATIVE, count)

@@ -188,8 +188,3 @@ def test_vllm_flags() -> None:
         found = grammar_of({"structured_outputs": {**asked, "disable_any_whitespace": True}})
         assert found is not None and found.kind == "json_schema"
         assert json.loads(found.text) == {"type": "object", **compact}
-
-
-def test_order_of_properties_is_kept() -> None:
-    found = grammar_of({"guided_json": json.dumps(SCHEMA)})
-    assert found is not None and found.text.index('"b"') < found.text.index('"a"')

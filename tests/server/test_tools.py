@@ -17,13 +17,11 @@ from nano_inference.server.tools import (
     MAX_TOOLS_BYTES,
     ToolUse,
     call_deltas,
-    call_id,
     is_reported,
     message_content,
     requested_tools,
 )
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
-from nano_inference.text.tool_format import HERMES, LLAMA
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {
@@ -52,22 +50,6 @@ def named(name: str, **more: Any) -> dict[str, Any]:
 # ---- requests
 
 
-def test_template_functions_omit_absent_fields() -> None:
-    wanted = some(tools=[WEATHER, NOW])
-    assert wanted.functions == (
-        {"type": "function", "function": {"name": "weather", "description": "d", "parameters": SCHEMA}},
-        {"type": "function", "function": {"name": "now"}},
-    )
-    assert list(wanted.functions[0]["function"]) == ["name", "description", "parameters"]
-    assert wanted.names == {"weather", "now"}
-    assert (wanted.choice, wanted.name, wanted.parallel, wanted.calculator) == ("auto", None, True, False)
-    assert wanted.parses and not wanted.must_call and wanted.format == HERMES
-
-
-def test_tool_format_depends_on_template() -> None:
-    assert some("{{ tools }}<|python_tag|>", tools=[NOW]).format == LLAMA
-
-
 @pytest.mark.parametrize(
     ("choice", "expected", "name"),
     [
@@ -83,30 +65,6 @@ def test_choices(choice: Any, expected: str, name: str | None) -> None:
     wanted = some(tools=[WEATHER, NOW], tool_choice=choice)
     assert (wanted.choice, wanted.name) == (expected, name)
     assert wanted.parses == (expected != "none") and wanted.must_call == (expected == "required")
-
-
-@pytest.mark.parametrize("choice", [None, "auto", "none"])
-@pytest.mark.parametrize("tools", [None, []])
-def test_no_tools_returns_none(choice: Any, tools: Any) -> None:
-    assert use(tools=tools, tool_choice=choice, parallel_tool_calls=True) is None
-    assert use() is None
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, True), (True, True), (False, False)])
-def test_parallel_calls(given: Any, expected: bool) -> None:
-    assert some(tools=[NOW], parallel_tool_calls=given).parallel == expected
-
-
-def test_calculator_is_not_a_function() -> None:
-    alone = some(tools=[CALCULATOR])
-    assert alone.calculator and alone.functions == () and not alone.parses
-    both = some(tools=[CALCULATOR, NOW], tool_choice="required")
-    assert both.calculator and both.names == {"now"} and both.parses
-
-
-def test_a_function_may_have_the_name_of_a_choice() -> None:
-    wanted = some(tools=[named("auto"), named("none")], tool_choice={"type": "function", "function": {"name": "none"}})
-    assert (wanted.choice, wanted.name) == ("required", "none") and wanted.parses
 
 
 def test_deprecated_fields_equal_current_ones() -> None:
@@ -172,12 +130,6 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, said: str) 
     error = caught.value
     assert (error.status, error.param) == (400, param)
     assert re.search(said, error.message) and error.message.startswith(param.split(".")[0])
-
-
-def test_tools_at_size_limit() -> None:
-    wanted = some(tools=[named("a", description="x" * (MAX_TOOLS_BYTES - 100))])
-    assert wanted.names == {"a"}
-    assert len(some(tools=[named("a" * 64)] + [named(f"f.{i}_-") for i in range(MAX_TOOLS - 1)]).functions) == MAX_TOOLS
 
 
 # ---- replies
@@ -248,8 +200,3 @@ def test_call_deltas() -> None:
 def test_reported_events(fields: dict[str, Any], expected: list[Event]) -> None:
     wanted = some(tools=[WEATHER, NOW], **fields)
     assert [event for event in EVENTS if is_reported(event, wanted)] == expected
-
-
-def test_call_ids_are_unique() -> None:
-    found = {call_id() for _ in range(100)} | {call["id"] for call in message_content(EVENTS).tool_calls}
-    assert len(found) == 102 and all(re.fullmatch(r"call_[0-9a-f]{24}", one) for one in found)

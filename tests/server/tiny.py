@@ -18,14 +18,21 @@ import torch
 import transformers
 
 from nano_inference import EngineConfig
+from nano_inference.core.admission import Limits
 from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Dialect
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.load import open_model
+from nano_inference.server.model import ServedModel
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.run import Listener, bind
 from nano_inference.server.security import KeyRing, load_keys
+from nano_inference.text.dialogue import load_dialogue
+from nano_inference.text.generation_config import chat_defaults
+from nano_inference.text.grammar import Grammars
+from nano_inference.text.kinds import TokenizerSource
+from nano_inference.text.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
@@ -63,6 +70,19 @@ def make_tiny(
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 257}))
     return directory
+
+
+def served_model(directory: Path, **fields: Any) -> ServedModel:
+    """Return what the routes know of the tiny model, without an engine."""
+    source = TokenizerSource(str(directory))
+    tokenizer = load_tokenizer(source)
+    usual: dict[str, Any] = {
+        "names": ("tiny", "org/tiny-alias"), "any_name": False, "created": 1, "tokenizer": tokenizer,
+        "dialogue": load_dialogue(source, tokenizer), "grammars": Grammars(tokenizer, 260, (257,)),
+        "limits": Limits(vocab_size=260, max_model_len=MAX_LEN, num_blocks=100, block_size=16, hidden_size=32),
+        "generation": {}, "chat_defaults": chat_defaults({}, {}), "longest_token": 12, "max_positions": MAX_LEN,
+    }  # fmt: skip
+    return ServedModel(**{**usual, **fields})
 
 
 def opened(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
