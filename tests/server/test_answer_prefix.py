@@ -44,48 +44,6 @@ def test_continuation_equals_uninterrupted_answer(server: Running, cut: int) -> 
         assert [one[field] for one in again] == [one[field] for one in scores]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"presence_penalty": 1.5, "frequency_penalty": 1.0},
-        {"repetition_penalty": 1.3},
-        {"presence_penalty": -2.0, "temperature": 0},
-        {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
-    ],
-)
-def test_continuation_is_equal_with_penalties_and_truncation(server: Running, fields: dict[str, Any]) -> None:
-    ids = choice(server, **fields)["token_ids"]
-    for cut in (1, 10, 25):
-        rest = choice(server, **fields, answer_token_ids=ids[:cut], max_tokens=30 - cut)
-        assert rest["token_ids"] == ids[cut:], cut
-
-
-def test_each_of_several_samples_is_continued_exactly(server: Running) -> None:
-    samples = server.post(PATH, {**BODY, "n": 3}).json()["choices"]
-    assert len({tuple(one["token_ids"]) for one in samples}) == 3
-    for index, one in enumerate(samples):
-        ids = one["token_ids"]
-        rest = choice(server, answer_token_ids=ids[:11], max_tokens=19, sample_index=index)
-        assert rest["token_ids"] == ids[11:]
-        assert choice(server, sample_index=index)["token_ids"] == ids, "sampled alone"
-
-
-def test_stream_has_weight_versions_and_prefix(server: Running) -> None:
-    ids = choice(server)["token_ids"]
-    body = {**BODY, "answer_token_ids": ids[:9], "max_tokens": 21, "stream": True}
-    events = [event["choices"][0] for event in server.events(PATH, body)[:-1]]
-    assert [event["answer_token_ids"] for event in events if "answer_token_ids" in event] == [ids[:9]]
-    assert [n for event in events for n in event.get("token_versions", [])] == [0] * 21
-
-
-def test_without_echo_reply_omits_prefix(server: Running) -> None:
-    whole = choice(server)
-    rest = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21)
-    echoed = choice(server, answer_token_ids=whole["token_ids"][:9], max_tokens=21, echo=True)
-    assert echoed["message"]["content"].endswith(rest["message"]["content"])
-    assert len(rest["message"]["content"]) < len(echoed["message"]["content"])
-
-
 def test_stream_starts_with_echoed_prefix(server: Running) -> None:
     whole = choice(server)
     body = {**BODY, "answer_token_ids": whole["token_ids"][:9], "max_tokens": 21, "stream": True, "echo": True}
@@ -93,13 +51,6 @@ def test_stream_starts_with_echoed_prefix(server: Running) -> None:
     assert "token_ids" not in events[1] and events[1]["answer_token_ids"] == whole["token_ids"][:9]
     assert "".join(event["delta"].get("content") or "" for event in events) == whole["message"]["content"]
     assert [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"][9:]
-
-
-def test_return_token_ids_adds_ids_of_alternatives(server: Running) -> None:
-    top = choice(server)["logprobs"]["content"][0]["top_logprobs"]
-    assert all(isinstance(one["token_id"], int) for one in top)
-    without = choice(server, return_token_ids=False)["logprobs"]["content"][0]
-    assert "token_id" not in without and "token_id" not in without["top_logprobs"][0]
 
 
 @pytest.mark.parametrize(
@@ -153,17 +104,6 @@ def test_answer_continues_from_every_position_in_a_calculator_call(calculator: R
         assert all(mask[at] == 0 for at in range(cut, len(prefix))), "only forced tokens are added"
         assert rest["message"]["content"] == whole["message"]["content"]
         assert rest["message"]["parts"] == whole["message"]["parts"]
-
-
-def test_stream_prefix_includes_forced_tokens(calculator: Running) -> None:
-    whole = calculator.post(PATH, {**SUM, "echo": False}).json()["choices"][0]
-    cut = whole["mask"].index(0) + 1
-    for echo in (True, False):
-        body = {**SUM, "answer_token_ids": whole["token_ids"][:cut], "stream": True, "echo": echo}
-        events = [event["choices"][0] for event in calculator.events(PATH, body)[:-1]]
-        (prefix,) = [event["answer_token_ids"] for event in events if "answer_token_ids" in event]
-        assert len(prefix) > cut and prefix == whole["token_ids"][: len(prefix)]
-        assert prefix + [token for event in events for token in event.get("token_ids", [])] == whole["token_ids"]
 
 
 def test_prefix_with_wrong_forced_tokens_is_refused(calculator: Running) -> None:

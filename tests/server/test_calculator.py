@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import nano_inference
-from nano_inference import SamplingParams
 from nano_inference.text.dialogue import parts_of
 from tests.server.tiny import Running, running
 
@@ -51,22 +50,6 @@ def test_calculator_output_is_marked_in_parts_and_mask(calculating: Running) -> 
     )
 
 
-def test_answer_equals_engine_output(calculating: Running) -> None:
-    dialogue = calculating.opened.model.dialogue
-    assert dialogue is not None and dialogue.tool is not None
-    prompt = dialogue.encode([{"role": "user", "content": QUESTION}])
-    params = SamplingParams(temperature=0, max_tokens=64)
-    engine: Any = calculating.opened.engine
-    (sample,) = calculating.on_engine(lambda: engine.generate([prompt], params, program=dialogue.tool))
-    choice = answer(calculating, return_token_ids=True, max_tokens=64)
-    assert choice["token_ids"] == list(sample.completion_tokens) and choice["mask"] == list(sample.mask)
-
-
-def test_calculator_can_be_switched_off(calculating: Running) -> None:
-    choice = answer(calculating, calculator=False, return_token_ids=True, max_tokens=64)
-    assert set(choice["mask"]) == {1} and "parts" not in choice["message"]
-
-
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/api/chat"])
 def test_calculator_is_on_in_chats_by_default(calculating: Running, path: str) -> None:
     """Without its tool the model answers that the calculator gave no result."""
@@ -77,21 +60,6 @@ def test_calculator_is_on_in_chats_by_default(calculating: Running, path: str) -
     assert "579" in reply.text and "no result" not in reply.text
 
 
-def test_stream_joins_to_complete_reply(calculating: Running) -> None:
-    whole = answer(calculating, return_token_ids=True)
-    chunks = calculating.events(CHAT, {**ASK, "stream": True, "return_token_ids": True})[:-1]
-    deltas = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(d["delta"].get("content") or "" for d in deltas) == whole["message"]["content"]
-    assert [m for d in deltas for m in d.get("mask", ())] == whole["mask"]
-    streamed = [part for d in deltas for part in d["delta"].get("parts", ())]
-    for kind in ("text", "python", "python_output"):
-        pieces = [
-            "".join(p["text"] for p in parts if p["type"] == kind) for parts in (streamed, whole["message"]["parts"])
-        ]
-        assert pieces[0] == pieces[1]
-    assert deltas[-1]["weight_versions"] == whole["weight_versions"]
-
-
 def test_parts_of_earlier_answer_are_encoded_as_calls(calculating: Running) -> None:
     first = answer(calculating, return_token_ids=True)
     dialogue = calculating.opened.model.dialogue
@@ -99,10 +67,7 @@ def test_parts_of_earlier_answer_are_encoded_as_calls(calculating: Running) -> N
     content = first["message"]["parts"]
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": content}]
     again = dialogue.encode([*turns, {"role": "user", "content": "hi"}])
-    for message in (
-        first["message"],
-        {"role": "assistant", "content": content},
-    ):
+    for message in (first["message"], {"role": "assistant", "content": content}):
         body = {"messages": [turns[0], message, {"role": "user", "content": "hi"}]}
         reply = calculating.post("/tokenize", body)
         assert reply.json()["tokens"] == again
@@ -117,15 +82,6 @@ def test_invalid_parts_are_refused(calculating: Running, parts: Any) -> None:
     message = {"role": "assistant", "content": "x", "parts": parts}
     reply = calculating.post(CHAT, {"messages": [{"role": "user", "content": "x"}, message]})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "messages.1.parts"
-
-
-def test_completion_uses_calculator(calculating: Running) -> None:
-    dialogue = calculating.opened.model.dialogue
-    assert dialogue is not None
-    prompt = dialogue.encode([{"role": "user", "content": QUESTION}])
-    body = {"prompt": prompt, "temperature": 0, "max_tokens": 64, "calculator": True, "return_token_ids": True}
-    choice = calculating.post(TEXT, body).json()["choices"][0]
-    assert 0 in choice["mask"] and "→ 579]" in choice["text"]
 
 
 def test_calculator_is_refused_by_model_without_one(server: Running) -> None:

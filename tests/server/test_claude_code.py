@@ -11,7 +11,7 @@ import pytest
 
 from nano_inference.server.config import ServerConfig
 from tests.server.scripted import make_scripted
-from tests.server.tiny import Running, events_in, make_tiny, running
+from tests.server.tiny import Running, make_tiny, running
 
 JSON = dict[str, Any]
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -106,15 +106,6 @@ def test_usage_counts_tokens_written_to_the_cache(scripted: Running) -> None:
     assert second[2] > first[2] and second == (0, size - second[2], second[2]), "the second reads what the first wrote"
     longer = [*other, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
     assert counts(answer(scripted, **{**asked, "messages": longer})["usage"])[2] > second[2] - 20
-
-
-def test_stream_counts_the_cache_as_the_whole_reply(scripted: Running) -> None:
-    whole = answer(scripted)["usage"]
-    whole = answer(scripted)["usage"]
-    text = scripted.post(PATH, {**BODY, "stream": True}).text
-    events = events_in("\n\n".join(line for line in text.splitlines() if line.startswith("data: ")))
-    assert events[-2]["type"] == "message_delta" and counts(events[-2]["usage"]) == counts(whole)
-    assert counts(events[0]["message"]["usage"]) == (0, sum(counts(whole)), 0), "the cached tokens are not known yet"
 
 
 @pytest.mark.parametrize("place", ["body", "system", "tools", "messages", "tool_result", "inside", "nowhere"])

@@ -71,12 +71,6 @@ def test_named_tokens_replace_the_most_probable_ones(server: Running) -> None:
     assert [[one["token_id"] for one in top] for top in tops] == [[9, 3]] * 2
 
 
-def test_seeds_have_64_bits(server: Running) -> None:
-    assert complete(server, seed=SEED, temperature=2.0)["text"] == complete(server, seed=-1, temperature=2.0)["text"]
-    refused = server.post("/v1/completions", {"prompt": "a", "seed": 2**64})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
-
-
 CHOSEN = ids("y")[0]
 HELLO = [{"role": "user", "content": "hello"}]
 GREEDY: JSON = {"temperature": 0, "max_tokens": 1}

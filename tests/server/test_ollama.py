@@ -6,27 +6,22 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.ollama import OllamaChatBody, OllamaReply, Pieces, ask_ollama_chat
+from nano_inference.server.dialects.ollama import Pieces
 from nano_inference.server.dialects.ollama_models import VERSION
-from nano_inference.server.errors import ApiError
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content
 from tests.server.mounted import JSON, ids
-from tests.server.taught import make_caller
 from tests.server.tiny import TEMPLATE, Running, make_tiny, running
 
 GENERATE, CHAT, EMBED, EMBEDDINGS, SHOW = "/api/generate", "/api/chat", "/api/embed", "/api/embeddings", "/api/show"
 HELLO: list[JSON] = [{"role": "user", "content": "hello"}]
 GREEDY: JSON = {"temperature": 0, "num_predict": 12}
-SCHEMA: JSON = {"enum": [{"x": 1}, {"x": 2}]}
 TOOL: JSON = {"type": "function", "function": {"name": "f", "description": "Does.", "parameters": {"type": "object"}}}
-COUNTS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 
 
 @pytest.fixture(scope="module")
@@ -63,26 +58,6 @@ def text_of(answer: JSON) -> str:
 # ---- replies
 
 
-def test_whole_answer_is_the_chat_completions(server: Running) -> None:
-    asked = {"messages": HELLO, "temperature": 0, "top_k": 40, "top_p": 0.9, "max_tokens": 12}
-    expected = server.post("/v1/chat/completions", asked).json()
-    content = expected["choices"][0]["message"]["content"]
-    for path in (GENERATE, CHAT):
-        answer = whole(server, path)
-        assert datetime.fromisoformat(answer.pop("created_at")).tzinfo is not None
-        durations = [answer.pop(name) for name in COUNTS]
-        assert all(isinstance(one, int) for one in durations)
-        assert durations[0] > 0 and durations[1] == 0 and durations[2] > 0 and durations[3] > 0
-        part = {"response": content} if path == GENERATE else {"message": {"role": "assistant", "content": content}}
-        assert answer == part | {
-            "model": "tiny",
-            "done": True,
-            "done_reason": "length",
-            "prompt_eval_count": expected["usage"]["prompt_tokens"],
-            "eval_count": 12,
-        }
-
-
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
 def test_requests_stream_lines_unless_stream_is_false(server: Running, path: str) -> None:
     answer = whole(server, path)
@@ -93,25 +68,6 @@ def test_requests_stream_lines_unless_stream_is_false(server: Running, path: str
         assert set(last) == set(answer) and all("eval_count" not in one for one in parts)
         for name in ("done_reason", "prompt_eval_count", "eval_count", "model"):
             assert last[name] == answer[name]
-
-
-@pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_done_reasons(server: Running, path: str) -> None:
-    letters = {"temperature": 0, "num_predict": 60}
-    stopped = whole(server, path, options={**letters, "stop": ["b"]}, format={"enum": ["aab"]})
-    assert (text_of(stopped), stopped["done_reason"]) == ('"aa', "stop")
-    assert whole(server, path, options={"num_predict": 2})["done_reason"] == "length"
-    ended = whole(server, path, options=letters, format={"enum": ["a"]})
-    assert (text_of(ended), ended["done_reason"]) == ('"a"', "stop")
-
-
-@pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_logprobs_of_each_token(server: Running, path: str) -> None:
-    rows = whole(server, path, logprobs=True, top_logprobs=2)["logprobs"]
-    assert len(rows) == 12 and all({"token", "logprob"} <= {*row} and len(row["top_logprobs"]) == 2 for row in rows)
-    lines = server.lines(path, body(path, logprobs=True, top_logprobs=2))
-    assert [row for one in lines for row in one.get("logprobs", [])] == rows
-    assert "logprobs" not in whole(server, path)
 
 
 def test_request_without_a_prompt_loads_the_model(server: Running) -> None:
@@ -125,23 +81,7 @@ def test_request_without_a_prompt_loads_the_model(server: Running) -> None:
             assert (line["done"], line["done_reason"], text_of(line)) == (True, reason, "")
 
 
-def test_failure_in_a_stream_is_a_line_with_an_error(server: Running) -> None:
-    call = ask_ollama_chat(OllamaChatBody.model_validate(body(CHAT)), server.opened.model, ServerConfig(), "")
-    reply = OllamaReply(call, [])
-    assert reply.fail(ApiError(503, "no memory", code="x")) == b'{"error":"no memory"}\n'
-
-
 # ---- prompts
-
-
-def test_prompt_is_rendered_unless_raw(server: Running) -> None:
-    assert whole(server, GENERATE, raw=True)["prompt_eval_count"] == 5
-    rendered = server.post("/tokenize", {"messages": HELLO}).json()["count"]
-    assert whole(server, GENERATE)["prompt_eval_count"] == rendered
-    both = [{"role": "system", "content": "Be."}, *HELLO]
-    count = server.post("/tokenize", {"messages": both}).json()["count"]
-    assert whole(server, GENERATE, system="Be.")["prompt_eval_count"] == count
-    assert whole(server, GENERATE, system="Be.")["response"] == whole(server, CHAT, messages=both)["message"]["content"]
 
 
 def test_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) -> None:
@@ -154,18 +94,6 @@ def test_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) -> N
         assert "tools" not in server.post(SHOW, {}).json()["capabilities"]
         reply = server.post(GENERATE, body(GENERATE, system="Be."))
         assert (reply.status_code, reply.json()["error"][:6]) == (400, "system")
-
-
-def test_calls_and_results_are_rendered_as_in_chat_completions(server: Running) -> None:
-    call = {"function": {"name": "f", "arguments": {"x": 1}}}
-    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    theirs = [*messages, {"role": "tool", "tool_name": "f", "content": "9"}]
-    text = {"function": {"name": "f", "arguments": '{"x": 1}'}, "type": "function"}
-    ours = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [text]}]
-    ours.append({"role": "tool", "name": "f", "content": "9"})
-    count = server.post("/tokenize", {"messages": ours}).json()["count"]
-    answer = whole(server, CHAT, messages=theirs)
-    assert answer["prompt_eval_count"] == count
 
 
 def test_names_without_a_tag_mean_latest(server: Running, tiny_directory: Path) -> None:
@@ -194,32 +122,6 @@ def test_complete_calls_have_arguments_as_objects() -> None:
     assert pieces.add([CallStart(1, "g"), CallArguments(1, '{"y')]) == {"content": ""}, "it was cut off"
 
 
-def test_answer_with_a_call(tmp_path: Path) -> None:
-    with running(make_caller(tmp_path)) as server:
-        fields: JSON = {"tools": [TOOL], "options": {"temperature": 0, "num_predict": 100}}
-        call = {"function": {"index": 0, "name": "f", "arguments": {"x": 1}}}
-        answer = whole(server, CHAT, **fields)
-        assert answer["message"] == {"role": "assistant", "content": "", "tool_calls": [call]}
-        assert answer["done_reason"] == "stop"
-        one, last = server.lines(CHAT, body(CHAT, **fields))
-        assert one["message"] == answer["message"] and not one["done"]
-        assert last["message"] == {"role": "assistant", "content": ""} and last["eval_count"] == answer["eval_count"]
-        cut = whole(server, CHAT, tools=[TOOL], options={"temperature": 0, "num_predict": 40})
-        assert cut["message"]["content"].startswith("<tool_call>\n{") and cut["done_reason"] == "length"
-        assert "tool_calls" not in cut["message"]
-        assert "tool_calls" not in whole(server, CHAT)["message"]
-
-
-@pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_formats(server: Running, path: str) -> None:
-    options = {"temperature": 0, "num_predict": 100}
-    assert text_of(whole(server, path, format="json", options=options)).startswith("{")
-    answer = json.loads(text_of(whole(server, path, format=SCHEMA, options=options)))
-    assert answer in ({"x": 1}, {"x": 2})
-    for nothing in ("", None, {}):
-        assert text_of(whole(server, path, format=nothing)) == text_of(whole(server, path))
-
-
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
 def test_think_sets_the_templates_variables(thinker: Running, server: Running, path: str) -> None:
     plain = whole(thinker, path)["prompt_eval_count"]
@@ -231,13 +133,6 @@ def test_think_sets_the_templates_variables(thinker: Running, server: Running, p
     for think in (True, "low"):
         reply = server.post(path, body(path, think=think))
         assert (reply.status_code, reply.json()["error"][:6]) == (400, "think:")
-
-
-def test_thinking_of_earlier_answers_is_given_to_the_template(thinker: Running) -> None:
-    turns = [*HELLO, {"role": "assistant", "content": "b"}, *HELLO]
-    plain = whole(thinker, CHAT, messages=turns)["prompt_eval_count"]
-    turns[1] = {**turns[1], "thinking": "hm"}
-    assert whole(thinker, CHAT, messages=turns)["prompt_eval_count"] == plain + 2
 
 
 def test_reasoning_is_separate_if_the_prompt_opens_it(thinker: Running) -> None:
@@ -253,28 +148,6 @@ def test_reasoning_is_separate_if_the_prompt_opens_it(thinker: Running) -> None:
 # ---- options
 
 
-CHANGES: list[JSON] = [
-    {"temperature": 0},
-    {"seed": 4},
-    {"top_p": 0},
-    {"top_p": 0.2},
-    {"top_k": 1},
-    {"min_p": 0.9},
-    {"repeat_penalty": 3.0},
-    {"presence_penalty": 2.0, "frequency_penalty": 2.0},
-    {"num_predict": 29},
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_each_option_changes_the_answer(server: Running, path: str, change: JSON) -> None:
-    hot: JSON = {"temperature": 1.9, "seed": 3, "num_predict": 30, "top_k": 0, "top_p": 1.0}
-    plain = whole(server, path, options=hot)
-    assert text_of(whole(server, path, options=hot)) == text_of(plain)
-    assert text_of(whole(server, path, options={**hot, **change})) != text_of(plain)
-
-
 def test_absent_options_are_the_models_or_ollamas(server: Running, tmp_path: Path) -> None:
     fields = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "seed": 5, "max_tokens": 30}
     expected = server.post("/v1/chat/completions", {"messages": HELLO, **fields}).json()["choices"][0]["message"]
@@ -285,21 +158,6 @@ def test_absent_options_are_the_models_or_ollamas(server: Running, tmp_path: Pat
         changed = hot.post("/v1/chat/completions", {"messages": HELLO, **fields, "temperature": 1.7}).json()
         answer = whole(hot, CHAT, options={"seed": 5, "num_predict": 30})
         assert answer["message"]["content"] == changed["choices"][0]["message"]["content"] != expected["content"]
-
-
-def test_answer_fills_the_context_by_default(server: Running) -> None:
-    for options in ({}, {"num_predict": -1}, {"num_predict": -2}, {"num_predict": 0}):
-        asked = {"stream": False, "options": {"temperature": 0, "seed": 1, **options}, "raw": True}
-        answer = server.post(GENERATE, {"prompt": "hello", **asked}).json()
-        assert answer["done_reason"] == "stop" or answer["eval_count"] == 512 - 5
-
-
-def test_seeds_have_64_bits(server: Running) -> None:
-    hot = {"temperature": 2.0, "top_k": 0, "top_p": 1.0, "num_predict": 30}
-    for seed in (2**63, 2**64 - 1):
-        one, two = (text_of(whole(server, CHAT, options={**hot, "seed": seed})) for _ in range(2))
-        assert one == two != text_of(whole(server, CHAT, options={**hot, "seed": seed - 1}))
-    assert server.post(CHAT, body(CHAT, options={"seed": 2**64})).status_code == 400
 
 
 def test_a_seed_of_minus_one_is_random(server: Running) -> None:
@@ -316,14 +174,6 @@ def test_hints_change_nothing_and_are_logged_once(server: Running, caplog: pytes
     logged = [record.getMessage() for record in caplog.records]
     assert sum("'options.num_gpu'" in message for message in logged) == 1
     assert not any("repeat_last_n" in message or "mirostat'" in message for message in logged)
-
-
-def test_a_strict_server_refuses_hints(tiny_directory: Path) -> None:
-    with running(tiny_directory, ServerConfig(port=0, log_requests=False, strict=True)) as strict:
-        assert whole(strict, CHAT)["done"]
-        for fields, name in (({"keep_alive": 1}, "keep_alive"), ({"options": {"num_ctx": 1}}, "options.num_ctx")):
-            reply = strict.post(CHAT, body(CHAT, **fields))
-            assert (reply.status_code, reply.json()) == (400, {"error": f"fields without effect: {name!r}"})
 
 
 REFUSED: list[tuple[str, JSON, str]] = [
@@ -363,13 +213,6 @@ def test_an_answer_larger_than_the_cache_names_its_option(tiny_directory: Path) 
         assert reply.status_code == 400 and "options.num_predict" in reply.json()["error"], reply.text
 
 
-@pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_prompt_longer_than_the_context_is_refused(server: Running, path: str) -> None:
-    long = {"prompt": "a" * 600} if path == GENERATE else {"messages": [{"role": "user", "content": "a" * 600}]}
-    reply = server.post(path, body(path, **long))
-    assert reply.status_code == 400 and "size of 512" in reply.json()["error"]
-
-
 # ---- embeddings
 
 
@@ -398,14 +241,6 @@ def test_long_text_is_cut_at_its_end_unless_truncate_is_false(server: Running) -
     assert reply.status_code == 400 and re.search(r"input .* 512; .* set truncate$", reply.json()["error"])
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"), [(EMBED, {"input": ""}), (EMBED, {"input": []}), (EMBED, {}), (EMBEDDINGS, {"prompt": ""})]
-)
-def test_empty_input_is_refused(server: Running, path: str, fields: JSON) -> None:
-    reply = server.post(path, fields)
-    assert reply.status_code == 400 and reply.json()["error"].startswith("prompt" if path == EMBEDDINGS else "input")
-
-
 # ---- facts
 
 
@@ -418,14 +253,3 @@ def test_lists_describe_the_served_model(server: Running) -> None:
     assert loaded["context_length"] == 512 and loaded["digest"] == entry["digest"] and loaded["size_vram"] == 0
     assert server.client.get("/api/version").json() == {"version": VERSION}
     assert server.client.head("/").status_code == server.client.head("/api/tags").status_code == 200
-
-
-def test_show(server: Running) -> None:
-    reply = server.post(SHOW, {"model": "tiny:latest"}).json()
-    assert reply == server.post(SHOW, {"name": "tiny"}).json()
-    assert reply["template"] == TEMPLATE and reply["capabilities"] == ["completion", "embedding", "tools"]
-    facts = reply["model_info"]
-    assert facts["general.architecture"] == "LlamaForCausalLM"
-    assert (facts["LlamaForCausalLM.context_length"], facts["LlamaForCausalLM.block_count"]) == (512, 2)
-    unknown = server.post(SHOW, {"model": "other"})
-    assert unknown.status_code == 404 and "other" in unknown.json()["error"]

@@ -19,8 +19,6 @@ ASKED: JSON = {"messages": HELLO, "temperature": 0}
 WHOLE_TEXT = f"<think>{THOUGHT}</think>\n\n{ANSWER}"
 FUNCTION: JSON = {"name": "look", "parameters": {"type": "object"}}
 TOOLS: list[JSON] = [{"type": "function", "function": FUNCTION}]
-OPENED: JSON = {"chat_template_kwargs": {"is_opened": True}}
-OFF: JSON = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "special"])
@@ -59,53 +57,11 @@ def test_chat_has_reasoning_apart(server: Running) -> None:
     assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (5, {"reasoning_tokens": 3})
 
 
-def test_prompt_that_opens_reasoning(server: Running) -> None:
-    message, usage = chat(server, **OPENED)
-    assert (message["content"], message["reasoning_content"]) == (ANSWER, THOUGHT)
-    assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (4, {"reasoning_tokens": 2})
-
-
-def test_answer_without_reasoning_has_no_field_for_it(server: Running) -> None:
-    message, usage = chat(server, **OFF)
-    assert message == {"role": "assistant", "content": PLAIN, "refusal": None}
-    assert "completion_tokens_details" not in usage
-
-
 def test_reasoning_before_a_call(server: Running) -> None:
     message, usage = chat(server, tools=TOOLS)
     assert (message["content"], message["reasoning_content"]) == (None, "Look it up.")
     assert [one["function"]["name"] for one in message["tool_calls"]] == ["look"]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}
-
-
-def test_answer_that_ends_in_its_reasoning(server: Running) -> None:
-    message, usage = chat(server, max_tokens=2)
-    assert (message["content"], message["reasoning_content"]) == (None, THOUGHT)
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}
-
-
-def test_samples_are_split_each(server: Running) -> None:
-    reply = good(server.post(CHAT, {**ASKED, "n": 2}))
-    assert [one["message"]["reasoning"] for one in reply["choices"]] == [THOUGHT] * 2
-    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
-
-
-def test_log_probabilities_are_of_all_tokens(server: Running) -> None:
-    entries = good(server.post(CHAT, {**ASKED, "logprobs": True}))["choices"][0]["logprobs"]["content"]
-    assert "".join(one["token"] for one in entries) == WHOLE_TEXT
-
-
-@pytest.mark.parametrize("fields", [{"reasoning_format": "none"}, {"separate_reasoning": False}])
-def test_client_can_have_reasoning_in_the_content(server: Running, fields: JSON) -> None:
-    message, usage = chat(server, **fields, skip_special_tokens=False, stop="<|im_end|>")
-    assert message["content"] == WHOLE_TEXT and "reasoning" not in message
-    assert "completion_tokens_details" not in usage
-
-
-def test_client_can_have_reasoning_left_out(server: Running) -> None:
-    message, usage = chat(server, include_reasoning=False)
-    assert message == {"role": "assistant", "content": ANSWER, "refusal": None}
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
 
 
 def test_given_beginning_of_an_answer(server: Running) -> None:
@@ -119,22 +75,6 @@ def test_given_beginning_of_an_answer(server: Running) -> None:
     message, usage = chat(server, messages=turns, continue_final_message=True)
     assert message == {"role": "assistant", "content": ANSWER, "refusal": None}
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
-
-
-def test_structure_begins_with_the_first_token(server: Running) -> None:
-    pytest.importorskip("llguidance")
-    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [7]}}}
-    for fields in ({}, OPENED):
-        message, _ = chat(server, response_format=schema, **fields)
-        assert message["content"] == "7" and "reasoning" not in message
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/completion"])
-def test_completions_are_not_split(server: Running, path: str) -> None:
-    body = {"prompt": "x<|ask|>", "temperature": 0, "max_tokens": 8}
-    reply = good(server.post(path, body))
-    text = reply["choices"][0]["text"] if "choices" in reply else reply["content"]
-    assert text.endswith(ANSWER) and THOUGHT in text
 
 
 def test_operator_and_trainers_keep_reasoning_in_the_content(server: Running, tmp_path_factory: Any) -> None:
@@ -194,14 +134,6 @@ def test_messages_have_thinking_blocks(server: Running) -> None:
     assert text == {"type": "text", "text": PLAIN} and "output_tokens_details" not in usage
 
 
-def test_thinking_is_omitted_on_request(server: Running) -> None:
-    (thought, text), usage = message_blocks(server, thinking={"type": "adaptive", "display": "omitted"})
-    assert thought["thinking"] == "" and thought["signature"] and text["text"] == ANSWER
-    assert usage["output_tokens_details"] == {"thinking_tokens": 3}
-    (thought, _), _ = message_blocks(server, thinking={"type": "adaptive", "display": "summarized"})
-    assert thought["thinking"] == THOUGHT
-
-
 def test_thinking_before_a_tool_use_can_be_sent_back(server: Running) -> None:
     tools = [{"name": "look", "input_schema": {"type": "object"}}]
     blocks, _ = message_blocks(server, tools=tools)
@@ -217,12 +149,6 @@ def test_thinking_before_a_tool_use_can_be_sent_back(server: Running) -> None:
 
 def num_input(usage: JSON) -> int:
     return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
-
-
-def test_thinking_that_is_cut_off(server: Running) -> None:
-    (thought,), _ = message_blocks(server, max_tokens=2)
-    assert thought["thinking"] == THOUGHT
-    assert good(server.post(MESSAGES, {**ASKED, "max_tokens": 2}))["stop_reason"] == "max_tokens"
 
 
 # ---- Responses
@@ -271,14 +197,6 @@ def test_responses_have_reasoning_items(server: Running) -> None:
     assert message["content"][0]["text"] == PLAIN
 
 
-def test_log_probabilities_of_a_response_are_of_its_message(server: Running) -> None:
-    for fields in ({}, OPENED):
-        reply = response(server, include=["message.output_text.logprobs"], **fields)
-        _, message = reply["output"]
-        entries = message["content"][0]["logprobs"]
-        assert "".join(one["token"] for one in entries).strip() == ANSWER and len(entries) == 2
-
-
 def test_reasoning_is_sent_back_between_calls(server: Running) -> None:
     tools = [{"type": "function", **FUNCTION}]
     reply = response(server, tools=tools, include=["reasoning.encrypted_content"])
@@ -301,13 +219,6 @@ def test_reasoning_is_sent_back_between_calls(server: Running) -> None:
     assert num_prompt(thought, call, output, asked) == num_prompt(call, output, asked), "the turn is over"
     more = {"previous_response_id": reply["id"], "input": [output], "tools": tools, "max_output_tokens": 1}
     assert good(server.post(RESPONSES, more))["usage"]["input_tokens"] == num_prompt(thought, call, output)
-
-
-def test_response_that_ends_in_its_reasoning(server: Running) -> None:
-    reply = response(server, max_output_tokens=2)
-    (thought,) = reply["output"]
-    assert (reply["status"], thought["status"]) == ("incomplete", "incomplete")
-    assert thought["content"][0]["text"] == THOUGHT
 
 
 # ---- Ollama

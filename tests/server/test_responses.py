@@ -29,13 +29,12 @@ from nano_inference.server.generation import Generation
 from nano_inference.server.schema import ChatBody
 from nano_inference.server.transcript import Transcript, transcripts_of
 from nano_inference.server.translated import as_body
-from nano_inference.text.dialogue import Part
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped
 from tests.server.test_detokenizer import sample_of
 from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until
-from tests.server.test_replies import A, B, call_of, delta
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.test_replies import A, call_of, delta
+from tests.server.tiny import Running, running
 
 PATH = "/v1/responses"
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -194,22 +193,6 @@ def test_deltas_add_up_to_the_items(name: str) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_order_of_events() -> None:
-    events = named_events(ScriptedReply(SCRIPTS["text and calls"]).stream())
-    call = ["output_item.added", "function_call_arguments.delta"]
-    end = ["function_call_arguments.done", "output_item.done"]
-    assert names(events) == [
-        *("created", "in_progress", "output_item.added", "content_part.added", "output_text.delta"),
-        *("output_text.done", "content_part.done", "output_item.done"),
-        *(*call, "function_call_arguments.delta", *end),
-        *(*call, *end, "completed"),
-    ]
-    assert [event["output_index"] for event in events[2:-1]] == [0] * 6 + [1] * 5 + [2] * 4
-    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["usage"] is None
-    assert events[2]["item"]["content"] == [] and events[2]["item"]["status"] == "in_progress"
-    assert events[3]["part"]["text"] == "" and events[8]["item"]["arguments"] == ""
-
-
 def test_status_of_items() -> None:
     def statuses(name: str, reason: str) -> list[str]:
         return [item["status"] for item in ScriptedReply(SCRIPTS[name], reason).whole()["output"]]
@@ -220,50 +203,6 @@ def test_status_of_items() -> None:
     assert statuses("call and text", "length") == ["completed", "incomplete"]
     assert statuses("broken call", "stop") == ["incomplete", "completed"]
     assert statuses("unfinished call", "length") == ["incomplete"]
-
-
-def test_last_item_has_the_token_facts() -> None:
-    shape = {"token_ids": True, "versions": True}
-    for name in SCRIPTS:
-        scripted = ScriptedReply(SCRIPTS[name], shape=shape)
-        whole = scripted.whole()
-        *others, last = whole["output"]
-        count = max(len(SCRIPTS[name]), 1)
-        assert (last["token_ids"], last["mask"]) == ([A] * count, [1] * count)
-        assert last["weight_versions"] == [{"version": "0", "start": 0, "end": count, "number": 0}]
-        assert not any({"token_ids", "mask", "weight_versions"} & item.keys() for item in others)
-        assert whole["prompt_token_ids"] == [A, B]
-        assert named_events(scripted.stream())[-1]["response"] == whole
-    assert (
-        "prompt_token_ids" not in ScriptedReply(CALL).whole()
-        and "token_ids" not in ScriptedReply(CALL).whole()["output"][0]
-    )
-
-
-def test_client_accumulates_text_and_calls() -> None:
-    scripted = ScriptedReply(SCRIPTS["text and calls"])
-    tools: Any = [TOOL]
-    with client_for(scripted.stream()) as client, client.responses.stream(model="m", input="x", tools=tools) as stream:
-        arguments = [event.snapshot for event in stream if event.type == "response.function_call_arguments.delta"]
-        final = stream.get_final_response()
-    assert arguments == ['{"city": ', '{"city": "Rome"}', '{"city": "Oslo"}']
-    calls = [item for item in final.output if item.type == "function_call"]
-    assert [call.parsed_arguments for call in calls] == [{"city": "Rome"}, {"city": "Oslo"}]
-    assert len({call.call_id for call in calls}) == 2 and all(call.call_id.startswith("call_") for call in calls)
-    assert final.output_text == "Well"
-
-
-class Answer(pydantic.BaseModel):
-    city: str
-
-
-def test_client_parses_a_pydantic_model() -> None:
-    scripted = ScriptedReply([Content('{"city": '), Content('"Rome"}')])
-    with client_for(json.dumps(scripted.whole()).encode(), "application/json") as client:
-        assert client.responses.parse(model="m", input="x", text_format=Answer).output_parsed == Answer(city="Rome")
-    request: Any = {"model": "m", "input": "x", "text_format": Answer}
-    with client_for(scripted.stream()) as client, client.responses.stream(**request) as stream:
-        assert stream.get_final_response().output_parsed == Answer(city="Rome")
 
 
 @pytest.mark.parametrize(("status", "code"), [(500, "server_error"), (503, "server_error"), (400, "invalid_prompt")])
@@ -329,38 +268,6 @@ def test_conversation_becomes_messages() -> None:
         {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]},
         {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
     ]  # fmt: skip
-
-
-def test_output_items_are_accepted_as_input() -> None:
-    output = ScriptedReply(SCRIPTS["text and calls"], shape={"token_ids": True}).whole()["output"]
-    results = [{"type": "function_call_output", "call_id": one["call_id"], "output": "ok"} for one in output[1:]]
-    _, assistant, *tools = chat_of(input=[USER, *output, *results])["messages"]
-    assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [
-        '{"city": "Rome"}',
-        '{"city": "Oslo"}',
-    ]
-    assert [call["id"] for call in assistant["tool_calls"]] == [tool["tool_call_id"] for tool in tools]
-    assert assistant["content"] == [{"type": "text", "text": "Well"}]
-
-
-def test_calculator_parts_are_kept_in_the_message() -> None:
-    scripted = ScriptedReply(())
-    call = scripted.call()
-    transcript = scripted.ended(call)
-    reply = scripted.reply(call, transcript)
-    parts = (Part("text", "It is "), Part("python", "1+"), Part("python", "1"), Part("python_output", "2"))
-    text = "It is [1+1 → 2] "
-    written = DecodedDelta(text, (A,), (), None, None, parts, events=(Content(text),))
-    data = reply.part(transcript, written)
-    (item,) = named_events(data + reply.end())[-1]["response"]["output"]
-    assert item["content"][0]["text"] == "It is [1+1 → 2] "
-    assert item["parts"] == [
-        {"type": "text", "text": "It is "},
-        {"type": "python", "text": "1+1"},
-        {"type": "python_output", "text": "2"},
-    ]
-    _, message = chat_of(input=[USER, item])["messages"]
-    assert message["parts"] == item["parts"]
 
 
 def test_fields_are_translated_to_a_chat() -> None:
@@ -489,43 +396,6 @@ REQUEST: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def test_response_fields(client: openai.OpenAI) -> None:
-    reply = client.responses.create(
-        **{**REQUEST, "temperature": 0.5},
-        instructions="Be kind.",
-        top_p=0.9,
-        metadata={"a": "b"},
-        user="u",
-        store=True,
-        extra_body=ENDLESS,
-    )
-    Response.model_validate(reply.to_dict())
-    assert reply.id.startswith("resp_") and reply.object == "response" and reply.model == "tiny"
-    assert reply.status == "incomplete" and reply.incomplete_details is not None
-    assert reply.incomplete_details.reason == "max_output_tokens"
-    (message,) = reply.output
-    assert message.type == "message" and message.id.startswith("msg_") and message.status == "incomplete"
-    assert reply.usage is not None and reply.usage.output_tokens == 12
-    assert reply.usage.total_tokens == reply.usage.input_tokens + 12
-    assert (reply.temperature, reply.top_p, reply.max_output_tokens) == (0.5, 0.9, 12)
-    assert (reply.instructions, reply.metadata, reply.user) == ("Be kind.", {"a": "b"}, "u")
-    assert reply.to_dict()["store"] is True and reply.tool_choice == "auto" and reply.tools == []
-
-
-def test_response_equals_the_chats_answer(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(
-        model="tiny", temperature=0, max_tokens=12, extra_body={"return_token_ids": True},
-        messages=[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "once"}],
-    ).to_dict()  # fmt: skip
-    reply = client.responses.create(**REQUEST, instructions="Be kind.", extra_body={"return_token_ids": True})
-    choice: Any = chat["choices"]
-    assert reply.output_text == choice[0]["message"]["content"] and reply.output_text
-    got: Any = reply.to_dict()
-    assert got["prompt_token_ids"] == chat["prompt_token_ids"]
-    facts = {name: got["output"][-1][name] for name in ("token_ids", "mask", "weight_versions")}
-    assert facts == {name: choice[0][name] for name in facts}
-
-
 def test_streamed_response_equals_the_whole_one(client: openai.OpenAI) -> None:
     request_fields: Any = {
         **REQUEST,
@@ -541,59 +411,6 @@ def test_streamed_response_equals_the_whole_one(client: openai.OpenAI) -> None:
     with client.responses.stream(**request_fields) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
     assert text == whole["output"][0]["content"][0]["text"]
-
-
-def test_response_that_stops_is_completed(client: openai.OpenAI) -> None:
-    first = client.responses.create(**REQUEST).output_text
-    request_fields: Any = {**REQUEST, "extra_body": {"stop": first[3]}}
-    reply = client.responses.create(**request_fields)
-    assert (reply.status, reply.incomplete_details) == ("completed", None)
-    assert reply.output_text == first[: first.index(first[3])] and reply.to_dict()["stop_reason"] == first[3]
-    with client.responses.stream(**request_fields) as stream:
-        final = stream.get_final_response()
-    assert final.output_text == reply.output_text and final.status == "completed"
-
-
-def test_logprobs_match_the_text(server: Running) -> None:
-    body = {**REQUEST, "include": [LOGPROBS], "top_logprobs": 2, "allowed_token_ids": LETTERS}
-    server.post(PATH, body)  # later requests use the cached prompt, which is rounded differently
-    events = streamed(server, **body)
-    (item,) = events[-1]["response"]["output"]
-    (content,) = item["content"]
-    assert "".join(one["token"] for one in content["logprobs"]) == content["text"]
-    assert all(len(one["top_logprobs"]) == 2 and one["logprob"] <= 0 for one in content["logprobs"])
-    assert [one for event in events if event["type"].endswith("text.delta") for one in event["logprobs"]] == content[
-        "logprobs"
-    ]
-    whole = server.post(PATH, body).json()
-    assert whole["output"][0]["content"][0]["logprobs"] == content["logprobs"]
-    plain = server.post(PATH, dict(REQUEST)).json()
-    assert plain["output"][0]["content"][0]["logprobs"] == []
-
-
-def test_conversation_continues(client: openai.OpenAI) -> None:
-    first = client.responses.create(**{**REQUEST, "input": "once"})
-    items: Any = [{"role": "user", "content": "once"}, *first.output, {"role": "user", "content": "more"}]
-    second = client.responses.create(**{**REQUEST, "input": items}, extra_body={"return_token_ids": True})
-    chat: Any = client.chat.completions.create(
-        model="tiny", temperature=0, max_tokens=12, extra_body={"return_token_ids": True},
-        messages=[{"role": "user", "content": "once"}, {"role": "assistant", "content": first.output_text},
-                  {"role": "user", "content": "more"}],
-    ).to_dict()  # fmt: skip
-    got: Any = second.to_dict()
-    assert got["prompt_token_ids"] == chat["prompt_token_ids"]
-    assert second.usage is not None and second.usage.input_tokens == len(chat["prompt_token_ids"])
-
-
-def test_call_and_result_reach_the_template(client: openai.OpenAI) -> None:
-    items: Any = [USER, ITEM_CALL, ITEM_RESULT]
-    got: Any = client.responses.create(**{**REQUEST, "input": items}, extra_body={"return_token_ids": True}).to_dict()
-    messages: Any = [USER, {"role": "assistant", "content": "", "tool_calls": [CHAT_CALL]}]
-    messages.append({"role": "tool", "content": "sunny", "tool_call_id": "call_1"})
-    chat: Any = client.chat.completions.create(
-        model="tiny", max_tokens=1, messages=messages, extra_body={"return_token_ids": True}
-    ).to_dict()
-    assert got["prompt_token_ids"] == chat["prompt_token_ids"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -619,18 +436,6 @@ def test_aborted_response_is_cancelled(tiny_directory: Path, streams: bool) -> N
     assert reply.output_text and reply.usage is not None and 0 < reply.usage.output_tokens < 12
 
 
-def test_errors_raise_the_clients_exceptions(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(**{**REQUEST, "input": "x" * 600})
-    assert (caught.value.param, caught.value.code) == ("input", "context_length_exceeded")
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.responses.create(**{**REQUEST, "previous_response_id": "resp_1"}, stream=True)
-    assert (missing.value.param, missing.value.code) == ("previous_response_id", "previous_response_not_found")
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.responses.create(**{**REQUEST, "model": "other"})
-    assert missing.value.code == "model_not_found"
-
-
 class Pick(pydantic.BaseModel):
     city: Literal["Rome", "Oslo"]
 
@@ -645,24 +450,3 @@ def test_answer_matches_the_text_format(server: Running, client: openai.OpenAI) 
     refused = server.post(PATH, {**REQUEST, "text": {"format": form}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")
     assert refused.json()["error"]["message"].startswith("text.format: ")
-
-
-def test_required_function_is_called(tmp_path: Path) -> None:
-    request_fields: Any = {**REQUEST, "max_output_tokens": 300, "input": "x", "tool_choice": "required"}
-    request_fields |= {"temperature": 1, "extra_body": {"seed": 1}}
-    request_fields["tools"] = [{"type": "function", "name": "f", "parameters": None, "strict": None}]
-    directory = make_tiny(tmp_path, positions=1024)  # the description of functions is long
-    with mounted(directory) as server, client_of(server) as client:
-        first = client.responses.create(**request_fields)
-        with client.responses.stream(**request_fields) as stream:
-            (again,) = stream.get_final_response().output
-    (call,) = first.output
-    assert first.status == "completed" and call.type == "function_call"
-    assert (call.name, json.loads(call.arguments), call.status) == ("f", {}, "completed")
-    assert again.type == "function_call" and (again.name, again.arguments) == (call.name, call.arguments)
-
-
-def test_weight_versions_are_shown_with_enable_rl(tiny_directory: Path) -> None:
-    with mounted(tiny_directory, enable_rl=True) as server:
-        item = server.post(PATH, dict(REQUEST)).json()["output"][-1]
-        assert item["weight_versions"][0]["number"] == 0 and "token_ids" not in item

@@ -5,15 +5,18 @@ Recorded from scripts/chat_web.py in the parent of da32e1d, with FastAPI 0.165.0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.nanochat import WebBody, ask_web
+from nano_inference.server.detokenizer import DecodedDelta
+from nano_inference.server.dialects.nanochat import WebBody, WebReply, ask_web
+from nano_inference.server.errors import ApiError
+from nano_inference.server.transcript import transcripts_of
 from tests.nanochat.tiny import SPECIAL_IDS, model_config, state_dict, write_checkpoint, write_tokenizer
-from tests.server.tiny import Running, running
+from tests.server.tiny import Running, events_in, running
 
 PATH = "/chat/completions"
 PAGE = "http://localhost:3000"
@@ -170,3 +173,40 @@ def test_page_of_another_origin_can_chat(server: Running) -> None:
     assert health.headers["access-control-allow-origin"] == PAGE and health.json()["ready"] is True
     other = server.client.post(PATH, json={"messages": HELLO}, headers={"origin": "http://example.org"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def texts(events: Sequence[Any]) -> str:
+    """Return the text of a stream; its events must have nanochat's form."""
+    assert all(set(one) == {"token", "gpu"} and one["gpu"] == 0 and one["token"] for one in events[:-1])
+    assert events[-1] == {"done": True}
+    return "".join(one["token"] for one in events[:-1])
+
+
+def test_defaults_equal_nanochat(server: Running) -> None:
+    model = server.opened.model
+    params = ask_web(WebBody.model_validate({"messages": HELLO}), model, ServerConfig(), "").requests[0].params
+    assert (params.temperature, params.top_k, params.max_tokens, params.seed) == (0.8, 50, 512, None)
+    nulls = {"messages": HELLO, "temperature": None, "top_k": None, "max_tokens": None}
+    assert ask_web(WebBody.model_validate(nulls), model, ServerConfig(), "").requests[0].params == params
+    short = {"messages": HELLO, "max_tokens": 40}
+    assert len({texts(server.events(PATH, short)) for _ in range(3)}) == 3, "every answer has its own seed"
+
+
+def test_an_incomplete_character_at_the_end_is_not_sent(server: Running) -> None:
+    """Upstream sends text only up to where all tokens so far decode without U+FFFD at the end."""
+    call = ask_web(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
+    transcripts = transcripts_of(call)
+    reply = WebReply(call, transcripts)
+    pieces = [DecodedDelta(text, (), (), None, None) for text in ("a", "\ufffd", "b\ufffd", "")]
+    sent = b"".join(reply.part(transcripts[0], piece) for piece in pieces)
+    assert [event["token"] for event in events_in(sent.decode())] == ["a", "\ufffdb"]
+
+
+def test_a_failure_is_an_event(server: Running) -> None:
+    call = ask_web(WebBody.model_validate({"messages": HELLO}), server.opened.model, ServerConfig(), "")
+    transcripts = transcripts_of(call)
+    reply = WebReply(call, transcripts)
+    assert events_in(reply.fail(ApiError(500, "it broke")).decode()) == [{"error": "it broke"}]
+    assert reply.start() == b""
+    piece = DecodedDelta("ü\n", (1,), (), None, None)
+    assert reply.part(transcripts[0], piece) == 'data: {"token": "ü\\n", "gpu": 0}\n\n'.encode()
