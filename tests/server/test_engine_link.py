@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import io
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +16,9 @@ import pytest
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams
 from nano_inference.core.outbox import Outbox, PromptDelta
-from nano_inference.server.dispatch import Capacity, Dispatcher
 from nano_inference.server.engine_link import MAX_UNREAD, EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.metrics import Metrics
-from nano_inference.server.security import Client
 from nano_inference.types import Delta, EngineRequest, TrainingSample
 from tests.sim.fakes import Failing, FakeRunner, fake_config, fake_parts, reference
 
@@ -81,54 +77,6 @@ def test_outbox_returns_every_sample_of_every_prompt() -> None:
             assert tokens_of(deltas, number, sample) == reference(prompt, LONG, sample)[0]
         assert sum(one.delta.sample is not None for one in deltas) == 3
         assert all(times.started is not None for samples in outbox.times for times in samples)
-
-    run_with_link(work)
-
-
-def test_leaving_submit_block_aborts_and_frees_blocks() -> None:
-    engine = fake_engine(num_blocks=60)
-
-    async def work(link: EngineLink) -> None:
-        for when in ("at once", "after a delta"):
-            with link.submit([request(params=SamplingParams(max_tokens=200, seed=1, ignore_eos=True))]) as outbox:
-                if when == "after a delta":
-                    await outbox.take(30)
-            await link.engine.call(lambda _: None)  # earlier commands are done
-            await link.engine.call(lambda _: None)
-            assert not engine.has_pending()
-            assert engine.parts.kv.num_free_blocks() == 60
-            assert link.num_open == 0
-
-    run_with_link(work, engine)
-
-
-@pytest.mark.parametrize("is_left", [False, True])
-def test_a_closed_outbox_is_freed_without_the_garbage_collector(is_left: bool) -> None:
-    dispatcher = Dispatcher(Capacity(num_seats=4, num_blocks=60, block_size=4, step_tokens=64))
-
-    async def one(link: EngineLink) -> weakref.ref[Outbox]:
-        link.start_accepting(dispatcher)
-        with link.submit([request()], client=Client("key 0")) as outbox:
-            if not is_left:
-                await to_end(outbox)
-                return weakref.ref(outbox)
-            outbox.fail(ApiError(503, "the client left"))
-            with contextlib.suppress(ApiError):  # `pytest.raises` would keep the traceback, which refers to the outbox
-                await outbox.take(30)
-            return weakref.ref(outbox)
-
-    async def work(link: EngineLink) -> None:
-        gc.disable()
-        try:
-            closed = await one(link)
-            deadline = time.monotonic() + 10
-            while (
-                closed() is not None and time.monotonic() < deadline
-            ):  # the thread and the loop drop their references later
-                await link.engine.call(lambda _: None)
-            assert closed() is None
-        finally:
-            gc.enable()
 
     run_with_link(work)
 
@@ -231,18 +179,6 @@ def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> No
     run_with_link(work, engine, step_timeout=60)
 
 
-def test_an_idle_engine_is_not_stuck() -> None:
-    async def work(link: EngineLink) -> None:
-        for _ in range(3):
-            await asyncio.sleep(0.1)  # several checks of the watchdog, whose limit is shorter than this test
-            assert link.state == "ready"
-        link.engine.step_timeout = 60  # the rest may be slow on a busy machine
-        with link.submit([request()]) as outbox:
-            assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
-
-    run_with_link(work, step_timeout=0.1)
-
-
 def broken_factory() -> Any:
     raise RuntimeError("no such grammar")
 
@@ -273,47 +209,6 @@ def test_failed_request_does_not_affect_others(bad: EngineRequest, kind: type[Ex
     run_with_link(work)
 
 
-def test_out_of_memory_ends_only_the_youngest_request() -> None:
-    engine = fake_engine()
-    runner = engine.parts.runner
-    assert isinstance(runner, FakeRunner)
-
-    def short_of_memory(rows: Any, copies: Any, fresh: Any) -> Any:
-        if len(rows) > 2:
-            raise MemoryError("a step needs more memory than there is")
-        return FakeRunner.run(runner, rows, copies, fresh)
-
-    runner.run = short_of_memory  # type: ignore[method-assign]
-
-    async def work(link: EngineLink) -> None:
-        prompts = [(5, 9, 30), (1, 2), (3, 4), (8, 8)]
-        with link.submit([request(prompt) for prompt in prompts]) as outbox:
-            deltas = await to_end(outbox)
-        for number, prompt in enumerate(prompts[:2]):
-            assert tokens_of(deltas, number) == reference(prompt, LONG, 0)[0]
-        for number in (2, 3):
-            sample = [p.delta.sample for p in deltas if p.prompt_index == number][-1]
-            assert sample is not None and sample.finish_reason == "abort"
-            assert str(sample.stop_reason).startswith("out of memory")
-        assert engine.parts.kv.num_free_blocks() == 60 and link.state == "ready"
-
-    run_with_link(work, engine)
-
-
-def test_loading_error_is_raised() -> None:
-    async def main() -> None:
-        link = EngineLink(step_timeout=1)
-
-        def fail() -> LoadedModel:
-            raise ValueError("no such model")
-
-        with pytest.raises(ValueError, match="no such model"):
-            await link.start(fail)
-        assert link.state == "dead"
-
-    asyncio.run(main())
-
-
 def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
     async def work(link: EngineLink) -> None:
         with link.submit([request()]) as outbox:
@@ -337,38 +232,6 @@ def test_abort_all_fails_open_outboxs() -> None:
             with pytest.raises(ApiError) as raised:
                 await to_end(outbox)
             assert raised.value.code == "shutting_down"
-        engine.resume.set()
-
-    run_with_link(work, engine)
-
-
-def test_observer_error_stops_engine(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(link: EngineLink) -> None:
-        def broken(seconds: float) -> None:
-            raise RuntimeError("the counter broke")
-
-        metrics: Any = link.metrics
-        metrics.first_token = broken
-        with link.submit([request()]) as outbox, pytest.raises(ApiError) as raised:
-            await to_end(outbox)
-        assert (raised.value.status, link.state) == (500, "dead")
-
-    with caplog.at_level(logging.ERROR):
-        run_with_link(work)
-    assert "the counter broke" in caplog.text
-
-
-@pytest.mark.parametrize("reason", ["abort", "length"])
-def test_open_samples_are_recorded_with_end_reason(reason: str) -> None:
-    engine = Stuck()
-
-    async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as outbox:
-            outbox.end_reason = reason
-        metrics: Any = link.metrics
-        assert f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="fake"}} 1.0' in (
-            metrics.render().decode()
-        )
         engine.resume.set()
 
     run_with_link(work, engine)
@@ -404,19 +267,6 @@ def test_unread_limit_fails_outbox() -> None:
         engine.resume.set()
 
     run_with_link(work, engine)
-
-
-def test_take_times_out_and_wakes_on_delta() -> None:
-    async def main() -> None:
-        outbox = Outbox([request()])
-        assert await outbox.take(0.01) == []
-        waiting = asyncio.create_task(outbox.take(60))
-        await asyncio.sleep(0)
-        outbox.put(0, delta(), time.monotonic())
-        assert len(await waiting) == 1
-        assert not outbox.is_done
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("name", ["mine", "cmpl-mine", "chatcmpl-mine"])
@@ -460,47 +310,6 @@ def test_end_requests_includes_just_submitted_and_excludes_later_ones() -> None:
                 assert tokens_of(await to_end(late)) == reference((5, 9, 30), SHORT, 0)[0]
 
     run_with_link(work, engine)
-
-
-def test_watch_returns_after_matching_turn() -> None:
-    engine = fake_engine()
-
-    async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as outbox:
-            deltas = await outbox.take(30)
-            found = await link.engine.watch(
-                lambda engine: None if engine.is_pausing else "paused",
-                first=lambda engine: engine.pause("wait", blocking=False),
-            )
-            assert await found == "paused"
-            assert len(tokens_of(deltas + await outbox.take(0.01))) == 30, "the last delta arrives before the answer"
-        thing: list[int] = []
-        found_thing = await link.engine.watch(lambda _: thing[0] if thing else None)
-        thing.append(5)
-        assert not found_thing.done()
-        link.engine.wake()
-        assert await found_thing == 5
-        assert await link.engine.call(lambda _: link.engine.num_watches) == 0
-
-    run_with_link(work, engine)
-
-
-def test_cancelled_or_failed_watch_is_removed() -> None:
-    def fail(_: object) -> None:
-        raise ValueError("it failed")
-
-    async def work(link: EngineLink) -> None:
-        found = await link.engine.watch(lambda _: None)
-        found.cancel()
-        await asyncio.sleep(0)
-        assert await link.engine.call(lambda _: link.engine.num_watches) == 0
-        with pytest.raises(ValueError, match="it failed"):
-            await (await link.engine.watch(fail))
-        with pytest.raises(ValueError, match="it failed"):
-            await link.engine.watch(lambda _: 1, first=fail)
-        assert await link.engine.call(lambda _: link.engine.num_watches) == 0 and not link.engine.num_unanswered
-
-    run_with_link(work)
 
 
 @pytest.mark.parametrize("end", ["death", "stop"])

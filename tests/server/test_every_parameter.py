@@ -876,10 +876,7 @@ TOKENIZE_TABLE: Table = {
     "return_token_strs": turn("reply", True, False, **TEXT),
     "with_pieces": turn("form", True, False, **PIECES),
 }
-DETOKENIZE_TABLE: Table = {
-    "model": turn("form", "tiny"),
-    "tokens": turn("prompt", ids("abc"), ids("abd")),
-}
+DETOKENIZE_TABLE: Table = {"model": turn("form", "tiny"), "tokens": turn("prompt", ids("abc"), ids("abd"))}
 TEMPLATE_TABLE: Table = {**READING, **RENDERED_TOOL_FIELDS, "model": turn("error", "other", "tiny")}
 COUNT_CHAT_TABLE: Table = {
     **seen_as("reply", {**READING, **RENDERED_TOOL_FIELDS}),

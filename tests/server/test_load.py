@@ -15,14 +15,7 @@ from nano_inference.types import ModelError
 from tests.server.tiny import NAME, opened
 
 
-@pytest.mark.parametrize(
-    ("asked", "tokens"),
-    [
-        (None, CPU_STEP_TOKENS),
-        (2048, 2048),
-        (64, 64),
-    ],
-)
+@pytest.mark.parametrize(("asked", "tokens"), [(None, CPU_STEP_TOKENS), (2048, 2048), (64, 64)])
 def test_steps_are_short_on_a_cpu_unless_asked_otherwise(asked: int | None, tokens: int) -> None:
     assert for_serving(EngineConfig(model_path="m", device="cpu"), asked).max_tokens_per_batch == tokens
     asked_config = ServerConfig(max_tokens_per_batch=asked)

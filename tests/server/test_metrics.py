@@ -6,22 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from nano_inference.core.outbox import SampleTimes
 from nano_inference.engine import InferenceEngine
-from nano_inference.server.metrics import (
-    END_REASONS,
-    MAX_ROUTES,
-    REJECTIONS,
-    Metrics,
-    buckets_1_2_5,
-    not_loaded,
-)
+from nano_inference.server.metrics import END_REASONS, MAX_ROUTES, REJECTIONS, Metrics
 from nano_inference.types import EngineRequest, SamplingParams, StepStats, TrainingSample
 from tests.sim.fakes import Calculator, fake_config, fake_parts, parrot
 
@@ -71,6 +61,7 @@ EXPECTED = (
     *(f"vllm:iteration_tokens_total_{part}" for part in QUANTILES),
     "vllm:admission_rejections_total",
 )
+
 STEP = StepStats(
     num_rows=1,
     num_computed=1,
@@ -161,23 +152,6 @@ def test_every_dashboard_series_exists_before_first_request(board: str) -> None:
     assert not set(BOARDS.get(board, EXPECTED)) - set(found)
 
 
-def test_vllm_series_have_model_name_label() -> None:
-    ours = [s for s in samples(new().render()) if s.name.startswith(("vllm:", "nano_inference"))]
-    assert len(ours) > 300
-    assert all(ENGINE.items() <= s.labels.items() for s in ours)
-
-
-def test_each_family_has_its_type() -> None:
-    lines = new().render().decode().splitlines()
-    assert "# TYPE vllm:num_requests_running gauge" in lines
-    assert "# TYPE vllm:prompt_tokens_total counter" in lines
-    assert "# TYPE vllm:time_to_first_token_seconds histogram" in lines
-    assert "# TYPE vllm:iteration_tokens_total histogram" in lines
-    assert "# TYPE http_requests_total counter" in lines
-    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-    assert len(names) == len(set(names))
-
-
 def test_ten_requests_of_ten_tokens_count_exactly() -> None:
     metrics = new()
     for _ in range(10):
@@ -243,18 +217,6 @@ def record_of(sample: TrainingSample) -> Ended:
     )
 
 
-def test_an_engine_of_ten_requests_of_ten_tokens_counts_exactly() -> None:
-    engine, metrics = InferenceEngine(fake_config(), parts=fake_parts("paged", 8, 16)), new()
-    for i in range(10):
-        engine.add_request([i] * 7, SamplingParams(max_tokens=10, ignore_eos=True, seed=i))
-        serve(engine, metrics, 1)
-    assert value(metrics, "vllm:iteration_tokens_total_sum") == 10 * (7 + 10)
-    assert value(metrics, "vllm:iteration_tokens_total_count") == 10 * 10
-    assert value(metrics, "vllm:inter_token_latency_seconds_count") == 10 * 9
-    assert value(metrics, "vllm:generation_tokens_total") == 10 * 10
-    assert value(metrics, "vllm:num_requests_running") == value(metrics, "vllm:kv_cache_usage_perc") == 0
-
-
 def test_draft_tokens_are_counted_and_rejected_ones_are_not_output() -> None:
     parts = fake_parts("paged", 60, 4, drawing=parrot)
     engine, metrics = InferenceEngine(fake_config(speculation="ngram"), parts=parts), new()
@@ -311,21 +273,6 @@ def test_bucket_bounds_equal_vllm() -> None:
     assert ends["vllm:iteration_tokens_total"] == ("1.0", "16384.0", 14)
 
 
-@pytest.mark.parametrize(
-    ("limit", "bounds"),
-    [(0, (1,)), (1, (1,)), (9, (1, 2, 5)), (10, (1, 2, 5, 10)), (200, (1, 2, 5, 10, 20, 50, 100, 200))],
-)
-def test_size_buckets_end_at_the_limit(limit: int, bounds: tuple[int, ...]) -> None:
-    assert buckets_1_2_5(limit) == bounds
-
-
-def test_step_records_weight_version() -> None:
-    metrics = new()
-    assert value(metrics, "nano_inference_weight_version") == 0
-    metrics.step(replace(STEP, weight_version=3))
-    assert value(metrics, "nano_inference_weight_version") == 3
-
-
 def test_step_records_engine_state() -> None:
     metrics = new()
     metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2, num_preempted=4))
@@ -336,14 +283,6 @@ def test_step_records_engine_state() -> None:
     assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 0
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
     assert value(metrics, "vllm:num_preemptions_total") == 5
-
-
-def test_step_without_rows_is_not_counted() -> None:
-    metrics = new()
-    metrics.step(replace(STEP, num_rows=0, num_computed=0, num_running=0))
-    assert value(metrics, "vllm:iteration_tokens_total_count") == 0
-    metrics.step(STEP)
-    assert value(metrics, "vllm:iteration_tokens_total_count") == 1
 
 
 def test_dead_engine_is_down_with_nothing_running() -> None:
@@ -380,31 +319,6 @@ def test_a_sample_aborted_in_the_queue_computed_nothing() -> None:
         assert value(metrics, f"vllm:request_{phase}_time_seconds_count") == 0
 
 
-def test_a_sample_aborted_in_its_prompt_has_no_first_token() -> None:
-    metrics = new()
-    finish(metrics, replace(RECORD, output_tokens=0, finish_reason="abort", first_token=None))
-    assert value(metrics, "vllm:prompt_tokens_total") == 7
-    assert value(metrics, "vllm:request_inference_time_seconds_sum") == 11.0
-    assert value(metrics, "vllm:request_prefill_time_seconds_count") == 0
-    assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
-
-
-def test_scored_prompt_counts_as_computed() -> None:
-    metrics = new()
-    finish(metrics, replace(RECORD, output_tokens=0, params_max_tokens=0, started=None, first_token=None))
-    assert value(metrics, "vllm:prompt_tokens_total") == 7
-    assert value(metrics, "vllm:generation_tokens_total") == 0
-    assert value(metrics, "vllm:request_params_max_tokens_count") == 0
-
-
-def test_one_token_has_no_time_between_tokens() -> None:
-    metrics = new()
-    finish(metrics, replace(RECORD, output_tokens=1))
-    assert value(metrics, "vllm:request_time_per_output_token_seconds_count") == 0
-    finish(metrics, replace(RECORD, output_tokens=4))
-    assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 3.0
-
-
 def test_request_parameters_are_recorded_once() -> None:
     metrics = new()
     finish(metrics, replace(RECORD, params_n=3, output_tokens=9, ends_request=False))
@@ -415,45 +329,6 @@ def test_request_parameters_are_recorded_once() -> None:
     assert value(metrics, "vllm:request_max_num_generation_tokens_sum") == 9
     assert value(metrics, "vllm:request_generation_tokens_count") == 3
     assert value(metrics, "vllm:generation_tokens_total") == 15
-
-
-def test_output_tokens_count_while_their_sample_runs() -> None:
-    metrics = new()
-    metrics.first_token(0.5)
-    metrics.token_gap(0.5)
-    metrics.token_gap(0.5, 3)
-    assert value(metrics, "vllm:generation_tokens_total") == 5
-
-
-def generated(metrics: Metrics) -> float:
-    """Return the counted output tokens without rendering the other series, for speed."""
-    text = metrics.render().decode()
-    return float(text.partition("\nvllm:generation_tokens_total{")[2].partition("\n")[0].rpartition(" ")[2])
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.data())
-def test_output_tokens_are_exact_when_nothing_runs(data: st.DataObject) -> None:
-    metrics = new()
-    deltas = st.lists(st.integers(1, 4), max_size=4)
-    plans = data.draw(st.lists(deltas, min_size=1, max_size=4))
-    waiting = {i: list(plan) for i, plan in enumerate(plans)}
-    before = 0.0
-    while waiting:
-        i = data.draw(st.sampled_from(sorted(waiting)))
-        if not waiting[i]:
-            del waiting[i]
-            finish(metrics, replace(RECORD, output_tokens=sum(plans[i])))
-        elif len(waiting[i]) == len(plans[i]):
-            waiting[i].pop(0)
-            metrics.first_token(0.1)
-        else:
-            metrics.token_gap(0.1, plans[i][len(plans[i]) - len(waiting[i])])
-            waiting[i].pop(0)
-        now = generated(metrics)
-        assert now >= before
-        before = now
-    assert before == value(metrics, "vllm:generation_tokens_total") == sum(map(sum, plans))
 
 
 def test_token_gap_is_divided_among_tokens() -> None:
@@ -487,12 +362,6 @@ def test_a_rejection_has_one_of_the_known_reasons() -> None:
         s.labels["reason"]: s.value for s in samples(metrics.render()) if s.name == "vllm:admission_rejections_total"
     }
     assert found == dict.fromkeys(REJECTIONS, 1) | {"other": 2}
-
-
-def test_an_unknown_end_counts_as_an_error() -> None:
-    metrics = new()
-    finish(metrics, replace(RECORD, finish_reason="meteor"))
-    assert value(metrics, "vllm:request_success_total", finished_reason="error") == 1
 
 
 def test_responses_count_by_method_route_and_class_of_status() -> None:
@@ -530,43 +399,3 @@ def test_model_name_is_escaped(name: str) -> None:
     assert value(metrics, "vllm:cache_config_info", model_name=name, cache_dtype=name) == 1
     plain = [line.split("{")[0].split(" ")[0] for line in new(cache_dtype="x").render().decode().split("\n")]
     assert [line.split("{")[0].split(" ")[0] for line in metrics.render().decode().split("\n")] == plain
-
-
-def test_unencodable_names_are_replaced() -> None:
-    metrics = new("a\udce9\r\nb")
-    assert value(metrics, "vllm:num_requests_running", model_name="a??\nb") == 0
-    metrics.responded("GET", "/\udce9", 200, 0.1)
-    assert value(metrics, "http_requests_total", handler="/?") == 1
-
-
-def test_the_cache_is_described_in_labels() -> None:
-    metrics = new(cache_dtype="auto", kv_cache_max_concurrency="4.0")
-    (info,) = [s for s in samples(metrics.render()) if s.name == "vllm:cache_config_info"]
-    sizes = {"block_size": "16", "num_gpu_blocks": "8", "kv_cache_size_tokens": "128"}
-    assert info.labels == {**ENGINE, **sizes, "cache_dtype": "auto", "kv_cache_max_concurrency": "4.0"}
-    assert info.value == 1
-
-
-def test_invalid_label_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="cache dtype"):
-        Metrics(model_name="m", num_blocks=8, block_size=16, cache_config={"cache dtype": "x"})
-
-
-def test_two_registries_are_independent() -> None:
-    first, second = new("a"), new("b")
-    first.step(STEP)
-    assert value(second, "vllm:num_requests_running") == 0
-    assert not any(family.name.startswith(("vllm", "nano", "http")) for family in REGISTRY.collect())
-
-
-def test_process_series_exist() -> None:
-    names = {s.name for s in samples(new().render())}
-    process = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds"}
-    assert process | {"process_start_time_seconds", "python_info", "python_gc_collections_total"} <= names
-
-
-def test_metrics_without_model() -> None:
-    found = {s.name: s.value for s in samples(not_loaded())}
-    assert found["nano_inference_engine_up"] == 0
-    assert found["process_resident_memory_bytes"] > 0
-    assert not any(name.startswith("vllm") for name in found)

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pydantic
 import pytest
-from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from nano_inference.server.config import ServerConfig
@@ -107,39 +105,6 @@ def gated(server: Running, **options: Any) -> Iterator[Gate]:
         gate.open()
 
 
-# ---- parsed replies ------------------------------------------------------------------------------------------------
-
-
-def test_models_are_listed_and_retrieved_by_every_name(tiny_directory: Path) -> None:
-    names = ("tiny", "org/tiny")
-    with running(tiny_directory, ServerConfig(port=0, served_model_name=names)) as server, client_of(server) as client:
-        assert tuple(model.id for model in client.models.list()) == names
-        for name in names:
-            model = client.models.retrieve(name)
-            assert (model.id, model.object, model.owned_by) == (name, "model", "nano-inference")
-            assert isinstance(model.created, int)
-            reply = client.completions.create(model=name, prompt="a", max_tokens=1)
-            assert reply.model == name
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.models.retrieve("org/other")
-        assert caught.value.code == "model_not_found"
-
-
-def test_streamed_completion_equals_the_whole_one(client: openai.OpenAI) -> None:
-    fields: Any = {"model": "tiny", "prompt": "once", "max_tokens": 24, "temperature": 0, "seed": 1}
-    whole = client.completions.create(**fields)
-    assert isinstance(whole, Completion) and whole.object == "text_completion" and whole.id.startswith("cmpl-")
-    assert whole.usage is not None and whole.usage.prompt_tokens == 4
-    assert whole.usage.total_tokens == 4 + whole.usage.completion_tokens
-    chunks = list(client.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert "".join(c.choices[0].text for c in chunks[:-1]) == whole.choices[0].text
-    reasons = [c.choices[0].finish_reason for c in chunks[:-1]]
-    assert set(reasons[:-1]) == {None} and reasons[-1] == whole.choices[0].finish_reason
-    assert chunks[-1].choices == [] and chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-
-
 def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
     fields: Any = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 24, "temperature": 0}
     whole = client.chat.completions.create(**fields)
@@ -154,80 +119,7 @@ def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_choices_are_numbered(client: openai.OpenAI) -> None:
-    fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 6, "seed": 3, "n": 3, "temperature": 1}
-    whole = client.chat.completions.create(**fields)
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    texts = ["", "", ""]
-    for chunk in client.chat.completions.create(**fields, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert len(set(texts)) > 1
-    several = client.completions.create(model="tiny", prompt=["a", "b"], n=2, max_tokens=3)
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-
-
-def test_logprobs_are_parsed(client: openai.OpenAI) -> None:
-    reply = client.completions.create(model="tiny", prompt="abc", max_tokens=5, logprobs=3, temperature=0)
-    table = reply.choices[0].logprobs
-    assert table is not None and table.tokens is not None and table.top_logprobs is not None
-    assert table.token_logprobs is not None and table.text_offset is not None
-    assert "".join(table.tokens) == reply.choices[0].text
-    assert all(isinstance(score, float) and score <= 0 for score in table.token_logprobs)
-    assert all(3 <= len(top) <= 4 for top in table.top_logprobs)
-    chat = client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=5, logprobs=True, top_logprobs=2, temperature=0
-    )
-    content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
-    assert content, "the chat has log-probabilities"
-    assert "".join(entry.token for entry in content) == chat.choices[0].message.content
-    for entry in content:
-        assert len(entry.top_logprobs) == 2 and entry.logprob == max(top.logprob for top in entry.top_logprobs)
-        assert all(isinstance(top.bytes, list) for top in entry.top_logprobs)
-
-
-def test_raw_response_has_the_request_id(client: openai.OpenAI) -> None:
-    headers = {"X-Request-Id": "mine-1"}
-    raw = client.chat.completions.with_raw_response.create(
-        model="tiny", messages=HELLO, max_tokens=2, extra_headers=headers
-    )
-    assert raw.request_id == "mine-1" == raw.headers["x-request-id"]
-    parsed = raw.parse()
-    assert isinstance(parsed, ChatCompletion) and parsed._request_id == "mine-1"
-    fresh = client.completions.with_raw_response.create(model="tiny", prompt="a", max_tokens=1)
-    assert fresh.request_id and fresh.request_id != "mine-1"
-    with client.completions.with_streaming_response.create(model="tiny", prompt="a", max_tokens=1) as streamed:
-        assert streamed.request_id and b'"text_completion"' in streamed.read()
-
-
-class Answer(pydantic.BaseModel):
-    """Schema of an answer."""
-
-    value: int
-
-
-def test_parse_without_schema_and_length_limit_error(client: openai.OpenAI) -> None:
-    free = client.chat.completions.create(
-        model="tiny", messages=HELLO, max_tokens=12, temperature=0, extra_body={"allowed_token_ids": LETTERS}
-    )
-    text = free.choices[0].message.content or ""
-    stop = text[4:6]
-    parsed = client.chat.completions.parse(
-        model="tiny",
-        messages=HELLO,
-        max_tokens=12,
-        temperature=0,
-        stop=stop,
-        extra_body={"allowed_token_ids": LETTERS},
-    )
-    assert parsed.choices[0].finish_reason == "stop"
-    assert parsed.choices[0].message.content == text[: text.index(stop)]
-    assert parsed.choices[0].message.parsed is None
-    with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="tiny", messages=HELLO, max_tokens=1, extra_body=ENDLESS)
-    with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="tiny", messages=HELLO, max_tokens=4, response_format=Answer)
+# ---- parsed replies ------------------------------------------------------------------------------------------------
 
 
 def test_stream_helper_events(client: openai.OpenAI) -> None:
@@ -259,30 +151,6 @@ def test_invalid_field_raises_bad_request_with_its_name(client: openai.OpenAI, s
     body: Any = error.body
     assert set(body) == {"message", "type", "param", "code"} and body["message"] in str(error)
     assert error.request_id and error.response.headers["x-request-id"] == error.request_id
-
-
-def test_too_long_prompt_error_has_the_counts(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="tiny", prompt="a" * 4000, stream=True)
-    body: Any = caught.value.body
-    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    assert (body["n_prompt_tokens"], body["n_ctx"]) == (4000, 512)
-
-
-def test_unknown_model_and_path_raise_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.completions.create(model="gpt-4", prompt="a")
-    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.moderations.create(model="tiny", input="a")
-    assert caught.value.request_id and caught.value.type == "not_found_error"
-
-
-def test_content_type_other_than_json_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        client.completions.create(model="tiny", prompt="a", extra_headers={"Content-Type": "text/plain"})
-    assert (caught.value.status_code, caught.value.type) == (415, "unsupported_media_type")
-    assert caught.value.request_id
 
 
 def test_wrong_key_and_too_large_body_are_refused(tiny_directory: Path) -> None:
@@ -354,20 +222,6 @@ def test_client_retries_after_a_full_queue(
         assert answers == [(503, "queue_full"), (200, None), (200, None)], "refused, the long one, the retry"
 
 
-def test_client_gives_up_after_two_retries(
-    tiny_directory: Path, answers: list[tuple[int | None, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
-    with full_server(tiny_directory) as (server, _, _), client_of(server, max_retries=2) as client:
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=3, stream=True)
-        assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
-        wait_until(lambda: len(answers) == 3)
-        assert answers == [(503, "queue_full")] * 3 and waits == [1.0, 1.0]
-        assert num_admitted(server) == 1, "only the long request is admitted"
-
-
 # ---- closed streams, dead engine ------------------------------------------------------------------------------------
 
 
@@ -436,23 +290,6 @@ def append_all(got: list[Any], stream: Any) -> list[Any]:
     return []
 
 
-def test_engine_failure_is_not_retried(
-    tiny_directory: Path, answers: list[tuple[int | None, str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
-    with running(tiny_directory, make=stepped) as server, client_of(server, max_retries=2) as client:
-        break_engine(server, after=4)
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.completions.create(model="tiny", prompt="a", max_tokens=100, extra_body=ENDLESS)
-        assert caught.value.status_code == 500 and caught.value.request_id
-        with pytest.raises(openai.InternalServerError) as after:
-            client.completions.create(model="tiny", prompt="a")
-        assert (after.value.status_code, after.value.code) == (503, "engine_dead")
-        wait_until(lambda: len(answers) == 2)
-        assert [status for status, _ in answers] == [500, 503] and waits == []
-
-
 # ---- asynchronous client ---------------------------------------------------------------------------------------------
 
 
@@ -476,47 +313,3 @@ def test_asynchronous_client_returns_the_same(server: Running, client: openai.Op
     assert models == ["tiny"] and raw.request_id
     assert completion.choices[0].text == client.completions.create(**fields, prompt="a").choices[0].text
     assert chat.choices[0].message.content == final.choices[0].message.content
-
-
-def test_sixteen_concurrent_streams(server: Running, client: openai.OpenAI) -> None:
-    prompts = [f"number {index} of many" for index in range(16)]
-    fields: Any = {"model": "tiny", "max_tokens": 40, "temperature": 0}
-    alone = [client.completions.create(**fields, prompt=prompt).choices[0] for prompt in prompts]
-
-    async def one(client: openai.AsyncOpenAI, prompt: str) -> tuple[str, str | None]:
-        text, reason = "", None
-        async for chunk in await client.completions.create(**fields, prompt=prompt, stream=True):
-            text += chunk.choices[0].text
-            reason = chunk.choices[0].finish_reason or reason
-        return text, reason
-
-    async def run_all() -> list[tuple[str, str | None]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
-
-    together = asyncio.run(asyncio.wait_for(run_all(), PATIENCE))
-    assert together == [(choice.text, choice.finish_reason) for choice in alone]
-    wait_until(lambda: loads(server) == (0, 0))
-
-
-def test_closing_an_asynchronous_stream_aborts_its_request(
-    tiny_directory: Path, answers: list[tuple[int | None, str | None]]
-) -> None:
-    fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 400, "extra_body": ENDLESS_LETTERS}
-    with running(tiny_directory, make=stepped) as server, gated(server, free_steps=3) as gate:
-
-        async def leave() -> None:
-            async with (
-                openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-                await client.chat.completions.create(**fields, stream=True) as stream,
-            ):
-                async for chunk in stream:
-                    if chunk_text(chunk):
-                        break
-
-        asyncio.run(asyncio.wait_for(leave(), PATIENCE))
-        wait_until(lambda: bool(answers))
-        assert answers[0][0] is None, "recorded as a disconnected client"
-        gate.open()
-        wait_until(lambda: loads(server) == (0, 0))
-        assert gate.num_steps < 20, "the remaining tokens are not computed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import stat
 import sys
 import threading
@@ -17,7 +16,7 @@ import pytest
 
 from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import LoadedModel
-from nano_inference.server.run import SEND_BUFFER, Listener, bind, serve
+from nano_inference.server.run import Listener, bind, serve
 from tests.server.tiny import opened
 
 CONFIG = ServerConfig(port=0, log_requests=False)
@@ -73,21 +72,6 @@ def test_unix_socket_of_a_running_server_is_refused_and_of_an_ended_one_replaced
     for unusable in (tmp_path / "absent" / "s", tmp_path / ("x" * 200)):
         with pytest.raises(SettingError, match=r"^uds .*: cannot listen on it: "):
             bind(ServerConfig(uds=str(unusable)))
-
-
-def test_unix_socket_takes_the_place_of_an_address() -> None:
-    with pytest.raises(ValueError, match="uds takes the place of host"):
-        ServerConfig(uds="s", host="0.0.0.0")
-
-
-def test_nagle_algorithm_is_disabled() -> None:
-    with bind(CONFIG) as listening:
-        assert listening.proto == 6, "asyncio sets TCP_NODELAY only where the protocol is named"
-
-
-def test_send_buffer_is_limited() -> None:
-    with bind(CONFIG) as listening, socket.create_connection(listening.getsockname()), listening.accept()[0] as taken:
-        assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SEND_BUFFER
 
 
 def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:

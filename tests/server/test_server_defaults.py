@@ -41,14 +41,6 @@ def test_chat_template_replaces_the_models(tiny_directory: Path, tmp_path: Path)
         assert prompt_of(server) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_chat_template_gives_a_base_model_a_chat(tmp_path: Path) -> None:
-    directory = make_tiny(tmp_path)
-    for name in ("chat_template.jinja", "tokenizer_config.json"):
-        (directory / name).unlink(missing_ok=True)
-    with running(directory, config(chat_template="chatml")) as server:
-        assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -59,13 +51,6 @@ def test_chat_template_gives_a_base_model_a_chat(tmp_path: Path) -> None:
 def test_an_unusable_chat_template_ends_the_start(tiny_directory: Path, fields: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         opened(tiny_directory, config(**fields))
-
-
-def test_chat_template_is_bounded_as_a_models_is(tiny_directory: Path) -> None:
-    endless = "{% for a in range(9999) %}{% for b in range(9999) %}{{ b }}{% endfor %}{% endfor %}"
-    with running(tiny_directory, config(chat_template=endless)) as server:
-        reply = server.post(CHAT, {"messages": HELLO})
-        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
 
 
 def test_default_variables_of_the_template_yield_to_a_requests(tmp_path: Path) -> None:
@@ -89,11 +74,6 @@ def test_variables_of_the_template_are_a_json_object(text: str) -> None:
 def test_reserved_variables_of_the_template_end_the_start(tiny_directory: Path) -> None:
     with pytest.raises(ModelError, match=r"^--chat-template-kwargs.tools is reserved"):
         opened(tiny_directory, config(chat_template_kwargs='{"tools": 1}'))
-
-
-def test_only_one_chat_template_can_be_set() -> None:
-    with pytest.raises(ValueError, match="chat_template and chat_template_file exclude each other"):
-        ServerConfig(chat_template="chatml", chat_template_file="a")
 
 
 def test_a_name_is_no_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
