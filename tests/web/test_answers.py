@@ -101,30 +101,6 @@ def test_truncated_answer_names_the_limit(
     expect(chat.last().locator(".ending")).to_have_count(0)
 
 
-def test_messages_and_code_are_copied(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    answered(chat, fake, "Hello", "Look:\n\n```python\n", "x = 1\n", "```\n")
-    chat.press("Copy code")
-    expect(chat.page.locator(".toast")).to_contain_text("Copied.")
-    assert chat.page.evaluate("navigator.clipboard.readText()") == "x = 1"
-    chat.press("Close", chat.page.locator(".toast"))
-    chat.press("Copy", chat.last())
-    expect(chat.page.locator(".toast")).to_contain_text("Copied.")
-    assert chat.page.evaluate("navigator.clipboard.readText()") == "Look:\n\n```python\nx = 1\n```\n"
-
-
-def test_copy_without_clipboard_object(chat: ChatDriver, fake: FakeServer) -> None:
-    """As over plain HTTP in a local network, where the page copies a selection instead."""
-    chat.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    answered(chat, fake, "Hello", "World")
-    chat.page.evaluate(
-        "window.held = navigator.clipboard; Object.defineProperty(navigator, 'clipboard', {value: undefined})"
-    )
-    chat.press("Copy", chat.last())
-    expect(chat.page.locator(".toast").last).to_contain_text("Copied.")
-    assert chat.page.evaluate("held.readText()") == "World"
-
-
 MARKDOWN = """\
 # Title
 
@@ -183,12 +159,6 @@ def test_streamed_markdown_equals_markdown_at_once(chat: ChatDriver, fake: FakeS
     ]
 
 
-def test_code_is_coloured(chat: ChatDriver, fake: FakeServer) -> None:
-    answered(chat, fake, "Hello", "```python\ndef f():\n", "    return 'x'\n", "```\n")
-    expect(chat.last().locator("pre .hljs-keyword").first).to_have_text("def")
-    expect(chat.last().locator("pre .hljs-string")).to_have_text("'x'")
-
-
 def test_tool_call_shows_expression_and_result(chat: ChatDriver, fake: FakeServer) -> None:
     fake.info["calculator"] = True
     chat.page.reload()
@@ -239,25 +209,6 @@ def test_settings_are_sent_and_can_be_reset(chat: ChatDriver, fake: FakeServer) 
     assert "temperature" not in body and "top_k" not in body
 
 
-def test_figures_and_facts(chat: ChatDriver, fake: FakeServer) -> None:
-    answer = started(chat, fake, "Hello", "One")
-    answer.say(" two")
-    answer.finish(version="step-7", count=2)
-    answer.end(None, prompt=23, cached=16)
-    chat.wait_until_idle()
-    figures = chat.last().locator(".figures")
-    expect(figures).to_contain_text("2 tokens")
-    expect(figures).to_contain_text("tokens/s")
-    expect(figures).to_contain_text("first after")
-    expect(chat.fact("Prompt")).to_have_text("23 tokens, 16 of them cached")
-    expect(chat.fact("Weights")).to_have_text("step-7")
-    expect(chat.fact("Seed")).to_have_text(str(answer.body["seed"]))
-    chat.press("fake")
-    facts = chat.page.locator("#facts")
-    for text in ("fake", "1,000", "auto", "nano-inference test"):
-        expect(facts).to_contain_text(text)
-
-
 def test_thoughts_are_collapsed(chat: ChatDriver, fake: FakeServer) -> None:
     chat.type("Hello")
     answer = fake.answer()
@@ -306,17 +257,3 @@ def test_answer_that_repeats_itself_ends_by_name(chat: ChatDriver, fake: FakeSer
     chat.wait_until_idle()
     expect(chat.last()).not_to_contain_text("repeats itself")
     chat.watch.assert_clean()
-
-
-def test_one_of_several_answers_may_repeat_itself(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.set(samples=2)
-    chat.type("Hello")
-    answer = fake.answer()
-    answer.say(*["la"] * 130)
-    expect(chat.answers().first).to_contain_text("Stopped: the answer repeats itself.")
-    answer.say("Fine", index=1)
-    answer.finish(index=1)
-    chat.wait_until_idle()
-    expect(chat.last().locator(".body")).to_have_text("Fine")
-    expect(chat.last()).not_to_contain_text("repeats itself")
-    expect(chat.answers().first).to_contain_text("128 tokens")

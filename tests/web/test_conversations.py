@@ -14,20 +14,6 @@ from tests.web.fake import FakeServer
 NAMES = ".chat-name"
 
 
-def test_meter_counts_and_warns_before_the_context_is_full(chat: ChatDriver, fake: FakeServer) -> None:
-    page = chat.page
-    page.fill("#draft", "one two three")
-    expect(page.locator("#meter-text")).to_have_text("3 of 1,000 tokens")
-    assert page.locator("#meter-warning").is_hidden()
-    fake.tokens_per_word = 300
-    page.fill("#draft", "one two three four")
-    expect(page.locator("#meter-text")).to_have_text("1,200 of 1,000 tokens")
-    expect(page.locator("#meter-warning")).to_contain_text("longer than the model's context")
-    page.fill("#draft", "one two three")
-    expect(page.locator("#meter-warning")).to_contain_text("Only 100 tokens are left")
-    expect(page.locator("#meter-warning")).to_be_visible()
-
-
 def test_conversations_are_renamed_deleted_and_restored(chat: ChatDriver, fake: FakeServer) -> None:
     page = chat.page
     answered(chat, fake, "About apples", "Red")
@@ -79,17 +65,6 @@ def test_change_that_waits_for_the_database_survives_a_reload(chat: ChatDriver, 
     expect(page.locator(NAMES)).to_have_text(["Fruit"])
     expect(page.locator(".message.user .body").last).to_have_text("And pears?")
     assert page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
-
-
-def test_first_message_that_waits_for_the_database_survives_a_reload(chat: ChatDriver) -> None:
-    page = chat.page
-    page.evaluate(BUSY)
-    chat.until("window.isBusy === true")
-    chat.type("About apples")
-    page.reload()
-    chat.wait_until_ready()
-    page.locator(NAMES, has_text="About apples").click()
-    expect(page.locator(".message.user .body")).to_have_text("About apples")
 
 
 def test_unsaved_change_does_not_replace_a_later_one_or_restore_what_was_deleted(
@@ -197,28 +172,3 @@ def test_reload_keeps_conversations_and_partial_answers(chat: ChatDriver, fake: 
     rest.complete(" answer")
     expect(chat.last().locator(".body")).to_have_text("Half an answer")
     chat.watch.assert_clean()
-
-
-def test_answer_continues_while_another_conversation_is_open(chat: ChatDriver, fake: FakeServer) -> None:
-    answer = started(chat, fake, "Slow", "One")
-    chat.press("New chat")
-    answered(chat, fake, "Quick", "Done")
-    answer.complete(" two")
-    chat.page.locator(NAMES, has_text="Slow").click()
-    expect(chat.last().locator(".body")).to_have_text("One two")
-    chat.wait_until_idle()
-    expect(chat.last()).not_to_contain_text("interrupted")
-
-
-def test_system_prompt_belongs_to_its_conversation(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.set(system="Rhyme.")
-    answered(chat, fake, "Hello", "Yellow")
-    chat.press("New chat")
-    chat.set(system="")
-    chat.type("Hello")
-    assert [one["role"] for one in fake.answer().body["messages"]] == ["user"]
-    chat.press("Stop")
-    chat.page.locator(NAMES).last.click()
-    expect(chat.last().locator(".body")).to_have_text("Yellow")
-    chat.type("Again")
-    assert fake.answer().body["messages"][0] == {"role": "system", "content": "Rhyme."}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import pytest
 from playwright.sync_api import BrowserContext, expect
 from starlette.responses import Response
 
@@ -13,7 +10,6 @@ from tests.web.fake import FakeServer
 from tests.web.payloads import PAYLOADS
 from tests.web.test_security import ALLOWED, assert_harmless, count_runs
 
-FAILED = "Failed to load resource"
 MATHML = {"math", "mrow", "mi", "mn", "mo", "mtext", "msup", "msub", "mfrac", "msqrt", "mspace", "mtable", "mtr", "mtd"}
 
 
@@ -75,30 +71,6 @@ def test_incomplete_formula_is_shown_as_text(chat: ChatDriver, fake: FakeServer)
     expect(body.locator("math")).to_have_count(2)
     assert fake.late_requests == ["/formulas.js"], "the renderer is loaded once"
     chat.watch.assert_clean()
-
-
-def test_formula_source_is_shown_without_the_renderer(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.late_response = Response("no", 500)
-    with chat.page.expect_response("**/formulas.js"):
-        answered(chat, fake, "Hello", r"\[a^2\] and \(b\)")
-    expect(chat.last().locator(".body")).to_have_text(r"\[a^2\] and \(b\)")
-    assert fake.late_requests == ["/formulas.js"]
-    chat.watch.assert_clean([FAILED])
-
-
-def test_failed_load_is_retried_every_thirty_seconds(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.late_response = Response("no", 500)
-    chat.page.clock.install()
-    for wait_s, loads in ((0, 1), (20, 1), (11, 2), (20, 2), (11, 3)):
-        chat.page.clock.fast_forward(1000 * wait_s)
-        is_loading = loads > len(fake.late_requests)
-        with chat.page.expect_response("**/formulas.js") if is_loading else nullcontext():
-            answered(chat, fake, "Hello", r"\(a^2\) and \(b\)")
-        assert len(fake.late_requests) == loads, f"{wait_s} s after the previous formula"
-    fake.late_response = None
-    chat.page.clock.fast_forward(31_000)
-    answered(chat, fake, "Hello", r"\(a^2\)")
-    expect(chat.last().locator("math")).to_have_count(1)
 
 
 def test_modified_renderer_is_not_run(context: BrowserContext, fake: FakeServer) -> None:
@@ -173,30 +145,3 @@ def test_macro_bomb_is_fast(chat: ChatDriver, fake: FakeServer) -> None:
     )
     chat.wait_until_idle()
     assert chat.page.evaluate("performance.now() - window.began") < 5000
-
-
-@pytest.mark.parametrize("piece", ["\\(", "\\[\n\n", "$$\n\n", "$a ", "\\(x\\) ", "\\begin{a}\n\n"])
-def test_many_delimiters_are_fast(chat: ChatDriver, fake: FakeServer, piece: str) -> None:
-    chat.type("Hello")
-    answer = fake.answer()
-    chat.page.evaluate("window.began = performance.now()")
-    answer.complete(piece * 3000)
-    chat.wait_until_idle()
-    assert chat.page.evaluate("performance.now() - window.began") < 5000
-
-
-def test_wide_formula_scrolls_inside_its_box(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.page.set_viewport_size({"width": 390, "height": 700})
-    answered(chat, fake, "Hello", "\\[" + "=".join(["\\frac{abcdefgh}{ijklmnop}"] * 30) + "\\]")
-    expect(chat.last().locator("math")).to_have_count(1)
-    assert chat.page.evaluate("document.documentElement.scrollWidth") == 390
-    box = chat.last().locator(".math.display").bounding_box()
-    assert box is not None and box["x"] + box["width"] <= 390
-
-
-def test_matrix_keeps_its_lines_without_style_attributes(chat: ChatDriver, fake: FakeServer) -> None:
-    answered(chat, fake, "Hello", r"\[\begin{array}{c|c}1&2\\ \hline 3&4\end{array} \quad \boxed{42}\]")
-    cell = chat.last().locator("mtd").first
-    expect(cell).to_have_css("border-right-style", "solid")
-    expect(chat.last().locator("mrow", has_text="42").last).to_have_css("border-top-style", "solid")
-    chat.watch.assert_clean()

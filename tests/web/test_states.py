@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import BrowserContext, expect
 
-from tests.web.chat_driver import ChatDriver, answered, started
+from tests.web.chat_driver import ChatDriver, answered
 from tests.web.fake import FakeServer, serving
 
 FAILED = "Failed to load resource"
@@ -37,16 +37,6 @@ def test_error_message_of_the_server_is_shown_with_a_retry(chat: ChatDriver, fak
     fake.answer().complete("Now it works")
     expect(chat.last().locator(".body")).to_have_text("Now it works")
     chat.watch.assert_clean([FAILED])
-
-
-def test_full_queue_is_shown_as_an_error(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.refusals = [(503, {"message": "256 requests wait already", "code": "queue_full"})]
-    chat.type("Hello")
-    expect(chat.page.locator(TOAST)).to_contain_text("256 requests wait already")
-    chat.wait_until_ready()
-    chat.press("Try again", chat.page.locator(TOAST))
-    fake.answer().complete("Now")
-    expect(chat.last().locator(".body")).to_have_text("Now")
 
 
 def test_error_in_the_stream_keeps_the_text(chat: ChatDriver, fake: FakeServer) -> None:
@@ -126,20 +116,6 @@ def test_page_reconnects_to_a_restarted_server(context: BrowserContext) -> None:
     chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING"])
 
 
-def test_offline_during_a_stream_and_online_again(chat: ChatDriver, fake: FakeServer) -> None:
-    answer = started(chat, fake, "Hello", "Half")
-    chat.page.context.set_offline(True)
-    answer.raw(None)
-    expect(chat.last()).to_contain_text("This answer was interrupted.")
-    expect(chat.page.locator(BANNER)).to_contain_text("does not answer")
-    chat.page.context.set_offline(False)
-    chat.wait_until_ready()
-    chat.press("Continue")
-    fake.answer().complete(" whole")
-    expect(chat.last().locator(".body")).to_have_text("Half whole")
-    chat.watch.assert_clean([FAILED, "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_INTERNET_DISCONNECTED"])
-
-
 def test_chat_works_below_a_path(context: BrowserContext) -> None:
     with serving("/llm/chat") as server:
         chat = ChatDriver(context, server.url, "/llm/chat/")
@@ -149,21 +125,3 @@ def test_chat_works_below_a_path(context: BrowserContext) -> None:
         assert server.paths and all(path.startswith("/llm/chat/") for path in server.paths)
         chat.page.click("#dashboard")
         expect(chat.page).to_have_url(f"{server.url}/llm/chat/dashboard")
-
-
-def test_banner_in_a_conversation_without_chat_template(context: BrowserContext, fake: FakeServer) -> None:
-    answered(ChatDriver(context, fake.url), fake, "Hello", "Yes")
-    fake.info["chats"] = False
-    chat = ChatDriver(context, fake.url, ready=False)
-    expect(chat.page.locator("#text")).to_be_visible()
-    chat.page.locator(".chat-name").click()
-    expect(chat.last().locator(".body")).to_have_text("Yes")
-    expect(chat.page.locator(BANNER)).to_contain_text("no chat template")
-    expect(chat.page.locator(SEND)).to_be_disabled()
-
-
-def test_notice_if_the_browser_cannot_store_conversations(context: BrowserContext, fake: FakeServer) -> None:
-    context.add_init_script("indexedDB.open = () => { throw new Error('not allowed'); }")
-    chat = ChatDriver(context, fake.url)
-    expect(chat.page.locator("#not-kept")).to_be_visible()
-    answered(chat, fake, "Hello", "Yes")

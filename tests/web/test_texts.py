@@ -82,52 +82,6 @@ def test_continuation_shows_tokens_and_alternatives(base: ChatDriver, fake: Fake
     base.watch.assert_clean()
 
 
-def test_failed_continuation_shows_the_error_and_keeps_the_text(base: ChatDriver, fake: FakeServer) -> None:
-    fake.refusals = [(400, {"message": "the prompt has 1203 tokens"})]
-    base.page.fill(FIELD, "Once")
-    base.press("Continue")
-    expect(base.page.locator(".toast.bad")).to_contain_text("the prompt has 1203 tokens")
-    expect(base.page.locator(FIELD)).to_have_value("Once")
-    base.press("Continue")
-    fake.answer().write(" more")
-    expect(base.page.locator(".toast.bad")).to_have_count(0)
-
-
-def test_reconnecting_keeps_the_focus(base: ChatDriver, fake: FakeServer) -> None:
-    page = base.page
-    page.fill(FIELD, "Once")
-    fake.refusals = [(503, {"message": "loading"})]
-    fake.ready = (503, "loading")
-    base.press("Continue")
-    expect(page.locator("#banner")).to_be_visible()
-    page.focus("#search")
-    fake.ready = (200, "ready")
-    expect(page.locator("#banner")).to_be_hidden()
-    expect(page.locator("#text-go")).to_be_enabled()
-    expect(page.locator("#search")).to_be_focused()
-    base.press("New chat")
-    expect(page.locator(FIELD)).to_be_focused()
-
-
-def test_text_survives_a_reload(base: ChatDriver) -> None:
-    base.page.fill(FIELD, "Once upon")
-    base.page.reload()
-    expect(base.page.locator(FIELD)).to_have_value("Once upon")
-
-
-def test_chat_model_continues_texts(chat: ChatDriver, fake: FakeServer) -> None:
-    page = chat.page
-    chat.press("Continue a text")
-    expect(page.locator(FIELD)).to_be_focused()
-    page.fill(FIELD, "Once")
-    chat.press("Continue")
-    assert fake.answer().body["prompt"] == "Once"
-    chat.press("Stop")
-    chat.press("New chat")
-    expect(page.locator("#text")).to_be_hidden()
-    expect(page.locator("#draft")).to_be_focused()
-
-
 def test_real_server_continues_a_text(context: BrowserContext, tiny_directory: Path) -> None:
     with running(tiny_directory) as server:
         chat = ChatDriver(context, server.url)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 from playwright.sync_api import BrowserContext, Locator, expect
 
 from nano_inference.loading.catalog import find_builtin
@@ -118,24 +117,6 @@ def test_alternative_starts_a_new_version_from_its_position(real: ChatDriver, se
     real.watch.assert_clean()
 
 
-def test_alternatives_are_chosen_with_the_keyboard(real: ChatDriver) -> None:
-    ask(real)
-    tokens = tokens_of(real)
-    tokens.first.focus()
-    real.page.keyboard.press("ArrowRight")
-    real.page.keyboard.press("ArrowRight")
-    expect(tokens.nth(2)).to_be_focused()
-    real.page.keyboard.press("Enter")
-    expect(real.page.locator("#alternatives li button:enabled").first).to_be_focused()
-    real.page.keyboard.press("Escape")
-    expect(real.page.locator("#alternatives")).to_be_hidden()
-    tokens.nth(2).focus()
-    real.page.keyboard.press("Enter")
-    real.page.keyboard.press("Enter")
-    expect(real.last()).to_contain_text("2/2")
-    assert ids(answers(real)[1])[:2] == ids(answers(real)[0])[:2]
-
-
 def test_end_token_as_alternative_ends_the_answer(context: BrowserContext, server: Running) -> None:
     """Choosing the end token ends the answer at its position, without sampling."""
     chat = ChatDriver(context, server.url)
@@ -162,22 +143,6 @@ def test_end_token_as_alternative_ends_the_answer(context: BrowserContext, serve
     _, ended = answers(chat)
     assert ids(ended) == [*ids(answer)[:2], end] and ended["finish"] == "stop"
     assert answer["text"].startswith(ended["text"].rstrip("\ufffd"))
-
-
-def test_same_seed_gives_the_same_answer(real: ChatDriver) -> None:
-    ask(real)
-    real.last().locator("summary", has_text="Details").click()
-    real.fact("Seed").get_by_role("button").click()
-    real.press("Regenerate")
-    expect(real.last()).to_contain_text("2/2")
-    real.wait_until_idle()
-    first, second = answers(real)
-    assert first["seed"] == second["seed"] and first["tokens"] == second["tokens"] and first["text"] == second["text"]
-    real.set(seed="")
-    real.press("Regenerate")
-    expect(real.last()).to_contain_text("3/3")
-    real.wait_until_idle()
-    assert ids(answers(real)[2]) != ids(first)
 
 
 def test_continued_answer_equals_an_uninterrupted_one(real: ChatDriver) -> None:
@@ -221,15 +186,6 @@ def test_samples_are_shown_side_by_side_and_one_is_chosen(real: ChatDriver) -> N
     real.wait_until_ready()
     expect(columns).to_have_count(3)
     real.watch.assert_clean()
-
-
-def test_answer_shows_the_weight_version(real: ChatDriver, server: Running, tiny_directory: Path) -> None:
-    ask(real)
-    expect(real.fact("Weights")).to_have_text("0")
-    named = safetensors.torch.load_file(tiny_directory / "model.safetensors")
-    server.on_engine(lambda: server.opened.engine.update_weights(named, blocking=True))
-    real.press("Regenerate")
-    expect(real.fact("Weights")).to_have_text("1")
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,6 @@ TOAST, NAMES = ".toast.bad", ".chat-name"
 FAILED = "Failed to load resource"
 
 
-@pytest.mark.parametrize("text", [">" * 4000, "1. " * 3000, "[" * 20000])
-def test_unparsable_markdown_is_shown_unchanged(chat: ChatDriver, fake: FakeServer, text: str) -> None:
-    answered(chat, fake, "Hello", text)
-    expect(chat.last().locator(".body")).to_contain_text(text.strip()[:100])
-    answered(chat, fake, "Again", "Fine")
-    chat.page.reload()
-    chat.wait_until_ready()
-    expect(chat.last().locator(".body")).to_have_text("Fine")
-    chat.watch.assert_clean()
-
-
 GOOD: dict[str, Any] = {
     "id": "a", "parent": None, "role": "assistant", "text": "Text", "parts": None, "finish": "stop", "error": None,
     "tokens": [[1, "Text", -0.5, 0, [[1, "Text", -0.5], [2, "Other", -1.5]]]], "stats": None, "seed": 3,
@@ -53,17 +42,6 @@ def test_import_refuses_malformed_messages(chat: ChatDriver, tmp_path: Path, fie
     chat.page.reload()
     chat.wait_until_ready()
     assert chat.page.locator(NAMES).count() == 0
-
-
-def test_import_sanitizes_other_fields(chat: ChatDriver, tmp_path: Path) -> None:
-    odd = {"stats": {"speed": "x", "first": {}}, "finish": {"a": 1}, "seed": "<b>", "sample": "y", "error": {}}
-    import_message(chat, tmp_path, **odd, extra="z")
-    expect(chat.last().locator(".body")).to_have_text("Text")
-    expect(chat.last()).to_contain_text("This answer was interrupted.")
-    chat.press("Tokens")
-    chat.page.locator(".tokens .token").first.click()
-    expect(chat.page.locator("#alternatives li")).to_have_count(2)
-    chat.watch.assert_clean()
 
 
 def test_full_disk_is_reported_once_and_the_chat_continues(context: BrowserContext, fake: FakeServer) -> None:
@@ -168,23 +146,6 @@ def test_no_request_starts_before_the_last_answer_is_saved(context: BrowserConte
     chat.watch.assert_clean()
 
 
-def test_try_again_works_as_soon_as_it_is_shown(context: BrowserContext, fake: FakeServer) -> None:
-    """A failed answer counts as running until it is saved, so the button must not appear earlier."""
-    context.add_init_script(_SLOW_SAVES)
-    chat = ChatDriver(context, fake.url)
-    answer = started(chat, fake, "Hello", "Half")
-    chat.page.evaluate("window.isSlow = true")
-    answer.event({"error": {"message": "out of memory"}})
-    answer.raw(b"")
-    expect(chat.last()).to_have_attribute("aria-busy", "false")
-    chat.until("held.length > 0")
-    assert chat.page.locator(TOAST).count() == 0
-    chat.page.evaluate("() => { window.isSlow = false; for (const one of held) one(); }")
-    chat.press("Try again", chat.page.locator(TOAST))
-    fake.answer().complete(" and half")
-    expect(chat.last().locator(".body")).to_have_text("Half and half")
-
-
 def test_reload_during_a_save_loses_nothing(context: BrowserContext, fake: FakeServer) -> None:
     context.add_init_script(
         """const { put } = IDBObjectStore.prototype;
@@ -210,35 +171,6 @@ def test_reload_during_a_save_loses_nothing(context: BrowserContext, fake: FakeS
     expect(chat.last().locator(".body")).to_have_text("Half")
 
 
-def test_settings_apply_to_a_message_sent_immediately(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.press("Settings")
-    chat.page.fill("#seed", "5")
-    chat.page.fill("#system", "Rhyme.")
-    chat.page.evaluate(
-        """() => {  // the dialog's close event may come late
-          document.addEventListener("close", (event) => event.stopPropagation(), true);
-          document.querySelector("#settings button.primary").click();
-          document.getElementById("draft").value = "Hello";
-          document.getElementById("send").click(); }"""
-    )
-    body = fake.answer().body
-    assert body["seed"] == 5 and body["messages"][0] == {"role": "system", "content": "Rhyme."}
-
-
-def test_end_of_an_answer_keeps_the_rows_of_the_list(chat: ChatDriver, fake: FakeServer) -> None:
-    answered(chat, fake, "Other", "Yes")
-    chat.press("New chat")
-    answered(chat, fake, "Hello", "Yes")
-    answer = started(chat, fake, "More", "Half")
-    chat.page.evaluate("() => { window.rows = [...document.querySelectorAll('#chats li')]; }")
-    other = chat.page.locator(NAMES, has_text="Other")
-    other.focus()
-    answer.complete(" and half")
-    chat.wait_until_idle()
-    expect(other).to_be_focused()
-    assert chat.page.evaluate("rows.every((row, i) => row === document.querySelectorAll('#chats li')[i])")
-
-
 def test_recovered_message_does_not_replace_a_newer_one(context: BrowserContext, fake: FakeServer) -> None:
     chat = ChatDriver(context, fake.url)
     started(chat, fake, "Hello", "Half")
@@ -259,21 +191,6 @@ def test_recovered_message_does_not_replace_a_newer_one(context: BrowserContext,
     chat.wait_until_ready()
     expect(chat.last().locator(".body")).to_have_text("Half and half")
     assert chat.page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
-
-
-def test_edit_and_regenerate_are_disabled_until_the_server_is_ready(context: BrowserContext, fake: FakeServer) -> None:
-    chat = ChatDriver(context, fake.url)
-    answered(chat, fake, "Hello", "Yes")
-    fake.ready = (503, "loading")
-    chat.page.reload()
-    expect(chat.page.locator("#banner")).to_contain_text("being loaded")
-    chat.page.focus("#draft")
-    chat.page.keyboard.press("ArrowUp")
-    assert chat.page.get_by_label("Edit your message").count() == 0
-    expect(chat.last().get_by_role("button", name="Regenerate")).to_be_disabled()
-    fake.ready = (200, "ready")
-    chat.wait_until_ready()
-    answered(chat, fake, "More", "Fine")
 
 
 def test_conversation_has_one_running_answer(chat: ChatDriver, fake: FakeServer) -> None:
@@ -312,19 +229,6 @@ def test_answer_stays_in_its_conversation_after_opening_a_new_one(chat: ChatDriv
     expect(chat.page.locator(".message.user")).to_contain_text("Hello")
 
 
-def test_try_again_opens_the_conversation_of_the_failure(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.refusals = [(400, {"message": "not now"})]
-    chat.type("Hello")
-    expect(chat.page.locator(TOAST)).to_contain_text("not now")
-    chat.press("New chat")
-    chat.press("Try again", chat.page.locator(TOAST))
-    answer = fake.answer()
-    assert answer.body["messages"] == [{"role": "user", "content": "Hello"}]
-    answer.complete("Now")
-    expect(chat.last().locator(".body")).to_have_text("Now")
-    expect(chat.page.locator("#title")).to_have_text("Hello")
-
-
 def test_deleted_conversation_is_not_saved_again_by_its_answer(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half")
     chat.press("Delete Hello")
@@ -333,19 +237,6 @@ def test_deleted_conversation_is_not_saved_again_by_its_answer(chat: ChatDriver,
     chat.page.reload()
     chat.wait_until_ready()
     expect(chat.page.locator(NAMES)).to_have_count(0)
-
-
-def test_end_of_an_answer_does_not_interrupt_renaming(chat: ChatDriver, fake: FakeServer) -> None:
-    answer = started(chat, fake, "Hello", "Half")
-    chat.press("Rename Hello")
-    field = chat.page.get_by_label("Name of the conversation")
-    field.fill("Ha")
-    answer.end()
-    chat.wait_until_idle()
-    expect(field).to_be_focused()
-    field.fill("Harvest")
-    field.press("Enter")
-    expect(chat.page.locator(NAMES)).to_have_text(["Harvest"])
 
 
 def test_escape_discards_settings_and_stored_ones_are_clamped(chat: ChatDriver, fake: FakeServer) -> None:
@@ -367,88 +258,6 @@ def test_escape_discards_settings_and_stored_ones_are_clamped(chat: ChatDriver, 
     chat.type("Again")
     body = fake.answer().body
     assert (body["n"], body["seed"], body["temperature"], body["max_tokens"]) == (2, 0, 2, 2) and "top_k" not in body
-
-
-def test_key_with_invalid_characters_is_refused(context: BrowserContext, fake: FakeServer) -> None:
-    fake.key = "secret-key"
-    chat = ChatDriver(context, fake.url, ready=False)
-    chat.page.fill("#key-field", "schlüssel-ключ")
-    chat.press("Use this key")
-    expect(chat.page.locator(TOAST)).to_contain_text("only ASCII")
-    chat.press("Enter a key")
-    chat.page.fill("#key-field", "  secret-key ")
-    chat.press("Use this key")
-    chat.wait_until_ready()
-
-
-def test_page_waits_for_the_server_behind_a_proxy(context: BrowserContext, fake: FakeServer) -> None:
-    fake.ready = (502, "Bad Gateway")
-    chat = ChatDriver(context, fake.url, ready=False)
-    expect(chat.page.locator("#banner")).to_contain_text("The server does not answer")
-    fake.ready = (200, "ready")
-    chat.wait_until_ready()
-
-
-def test_answer_aborted_by_the_server(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.type("Hello")
-    answer = fake.answer()
-    answer.say("Half")
-    answer.end("abort")
-    expect(chat.last()).to_contain_text("The server aborted this answer.")
-    expect(chat.last().get_by_role("button", name="Continue")).to_be_visible()
-
-
-def test_stopped_answer_shows_the_weight_versions(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.type("Hello")
-    answer = fake.answer()
-    answer.choice({"content": "a"}, token_ids=[1, 2], mask=[1, 1], token_versions=[3, 3])
-    answer.choice({"content": "b"}, token_ids=[3], mask=[1], token_versions=[4])
-    expect(chat.last().locator(".body")).to_have_text("ab")
-    chat.press("Stop")
-    expect(chat.fact("Weights")).to_have_text("3 → 4")
-
-
-def test_search_on_a_desktop_does_not_cover_the_page(chat: ChatDriver, fake: FakeServer) -> None:
-    answered(chat, fake, "Hello", "Yes")
-    chat.page.keyboard.press("Control+k")
-    chat.page.fill("#search", "hello")
-    chat.page.locator(NAMES).click()
-    expect(chat.page.locator("#veil")).to_be_hidden()
-
-
-def test_focus_is_kept_on_equivalent_elements(chat: ChatDriver, fake: FakeServer) -> None:
-    page = chat.page
-    answered(chat, fake, "Hello", "One")
-    chat.press("Regenerate")
-    fake.answer().complete("Two")
-    chat.wait_until_idle()
-    back = page.get_by_role("button", name="Previous version")
-    back.focus()
-    for text in ("One", "Two", "One"):
-        page.keyboard.press("Enter")
-        expect(chat.last().locator(".body")).to_have_text(text)
-        expect(page.get_by_role("button", name="Previous version")).to_be_focused()
-    chat.press("Tokens")
-    page.locator(".tokens .token").first.focus()
-    page.keyboard.press("Enter")
-    page.keyboard.press("Escape")
-    expect(page.locator(".tokens .token").first).to_be_focused()
-    expect(page.locator("#alternatives")).to_be_hidden()
-    page.fill("#draft", "More")
-    page.click("#send")
-    expect(page.locator("#draft")).to_be_focused()
-    fake.answer().say("Slow")
-    page.click("#stop")
-    expect(page.locator("#draft")).to_be_focused()
-
-
-def test_escape_in_the_search_does_not_stop_the_answer(chat: ChatDriver, fake: FakeServer) -> None:
-    answer = started(chat, fake, "Hello", "Slow")
-    chat.page.fill("#search", "nothing")
-    chat.page.keyboard.press("Escape")
-    assert chat.page.input_value("#search") == "" and not answer.gone.is_set()
-    answer.end()
-    chat.wait_until_idle()
 
 
 def test_chat_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServer) -> None:
