@@ -71,12 +71,6 @@ def test_aider_applies_the_models_edit(
     assert [one for one in requests if one[0] != "/api/show"] == [(path, 200)]
 
 
-def test_aider_applies_whole_files(editors: dict[str, Served], tmp_path: Path) -> None:
-    done = aider(tmp_path, editors["whole"])  # its format for models that it does not know
-    assert (tmp_path / "work" / FILE).read_text() == NEW, done.stdout.decode()[-2000:]
-    assert b"with whole edit format" in done.stdout
-
-
 def test_aider_shows_the_servers_refusal(editors: dict[str, Served], tmp_path: Path) -> None:
     settings = tmp_path / "settings.yml"
     settings.write_text("- name: openai/scripted\n  extra_params:\n    extra_body: {mirostat: 2}\n")

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
-from nano_inference.server.detokenizer import DecodedDelta
-from nano_inference.server.dialects.messages import MessagesOptions, MessagesReply
-from nano_inference.server.errors import ApiError
-from nano_inference.server.generation import Generation
-from nano_inference.server.transcript import transcripts_of
-from nano_inference.text.kinds import TokenizerSource
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
-from nano_inference.types import EngineRequest, SamplingParams
 from tests.clients.process import NEEDED, Served, serving
 
 anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
@@ -33,17 +22,6 @@ REQUEST: dict[str, Any] = {
     "extra_body": {"temperature": 0},
 }
 """The client has no parameter `temperature`."""
-ARGUMENTS = '{"city": "Zürich", "days": [1, 2.5, null]}'
-CALLS: tuple[Event, ...] = (
-    Content("I look "),
-    Content("it up."),
-    CallStart(0, "weather"),
-    *(CallArguments(0, char) for char in ARGUMENTS),
-    CallEnd(0),
-    CallStart(1, "now"),
-    CallArguments(1, "{}"),
-    CallEnd(1),
-)
 
 
 def client_of(server: Served, **options: Any) -> Any:
@@ -90,36 +68,6 @@ def test_asynchronous_client_returns_the_same(tiny_server: Served) -> None:
 
     whole, streamed = asyncio.run(both())
     assert shown(whole) == shown(streamed) == shown(direct_reply(tiny_server))
-
-
-def test_count_tokens_of_conversations(tiny_server: Served) -> None:
-    client = client_of(tiny_server)
-    first = client.messages.create(**REQUEST)
-    talk = [*REQUEST["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
-    system = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
-    for messages in (talk, [*REQUEST["messages"], {"role": "assistant", "content": "I am"}]):
-        fields = REQUEST | {"messages": messages, "system": system}
-        reply = client.messages.create(**fields)
-        count = client.messages.count_tokens(model="tiny", messages=messages, system=system)
-        assert count.input_tokens == num_prompt_tokens(reply.usage)
-
-
-def test_tool_results_are_part_of_the_prompt(tiny_server: Served) -> None:
-    use = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Zürich"}}
-    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]}
-    talk = [*REQUEST["messages"], {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-    client = client_of(tiny_server)
-    reply = client.messages.create(**(REQUEST | {"messages": talk}))
-    assert num_prompt_tokens(reply.usage) == client.messages.count_tokens(model="tiny", messages=talk).input_tokens
-    assert num_prompt_tokens(reply.usage) > num_prompt_tokens(client.messages.create(**REQUEST).usage)
-
-
-def test_stop_sequence_ends_the_message(tiny_server: Served) -> None:
-    text = direct_reply(tiny_server, max_tokens=40)["content"][0]["text"]
-    stop = next(char for char in text[2:] if char.isascii() and char.isprintable())
-    reply = client_of(tiny_server).messages.create(**(REQUEST | {"max_tokens": 40, "stop_sequences": [stop]}))
-    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", stop)
-    assert "".join(block.text for block in reply.content) == text[: text.index(stop)]
 
 
 def test_refusals_raise_the_clients_errors(tiny_server: Served) -> None:
@@ -177,15 +125,6 @@ def check_use(block: Any) -> None:
         assert len(block.input["city"]) <= 8 and 1 <= block.input["day"] <= 7
 
 
-def test_any_function_is_called(roomy_server: Served) -> None:
-    client = client_of(roomy_server)
-    for seed in range(4):
-        message = client.messages.create(**forced("any", seed))
-        (block,) = message.content
-        check_use(block)
-        assert message.stop_reason == "tool_use"
-
-
 @pytest.mark.parametrize("name", ["weather", "clock"])
 def test_named_function_call_is_streamed_as_partial_json(roomy_server: Served, name: str) -> None:
     request = forced("tool", name=name)
@@ -228,62 +167,3 @@ def test_default_model_calls_a_function(default_server: Served) -> None:
 
 
 # ---- prepared events, without a model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_directory: Path) -> Tokenizer:
-    return load_tokenizer(TokenizerSource(str(tiny_directory)))
-
-
-@pytest.fixture
-def call(tokenizer: Tokenizer) -> Generation:
-    request = EngineRequest(prompt=(1, 2), params=SamplingParams(), num_samples=1)
-    options = MessagesOptions(creates_cache=False, edits_context=False, omits_thinking=False)
-    fields = {"kind": "chat", "id": "msg_1", "model": "tiny", "tokenizer": tokenizer, "options": options}
-    return Generation(requests=(request,), num_samples=1, num_tokens=0, **fields)
-
-
-def client_for(data: bytes, kind: str = "text/event-stream") -> Any:
-    """Return a client with a transport that always returns `data`."""
-
-    def reply(request: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(200, content=data, headers={"content-type": kind})
-
-    http = httpx2.Client(transport=httpx2.MockTransport(reply))
-    return anthropic.Anthropic(base_url="http://127.0.0.1:9", api_key="none", max_retries=0, http_client=http)
-
-
-def replies(call: Generation, events: Sequence[Event]) -> tuple[dict[str, Any], bytes]:
-    """Return the whole reply to these events, and its stream with one event per delta."""
-    transcripts = transcripts_of(call)
-    transcripts[0].finish_reason = "stop"
-    transcripts[0].events += events
-    reply = MessagesReply(call, transcripts)
-    pieces = [reply.part(transcripts[0], DecodedDelta("", (), (), None, None, events=(one,))) for one in events]
-    data = b"".join([reply.start(), *pieces, reply.end()])
-    return MessagesReply(call, transcripts).whole(), data
-
-
-def test_streamed_calls_equal_the_whole_reply(call: Generation) -> None:
-    whole, data = replies(call, CALLS)
-    with client_for(data).messages.stream(**REQUEST) as stream:
-        message = stream.get_final_message()
-    assert shown(message) == shown(whole)
-    assert [block.type for block in message.content] == ["text", "tool_use", "tool_use"]
-    assert message.content[1].input == {"city": "Zürich", "days": [1, 2.5, None]} and message.stop_reason == "tool_use"
-
-
-@pytest.mark.parametrize("size", [1, 7, 20, len(ARGUMENTS) - 1])
-def test_cut_off_call_is_the_same_whole_and_streamed(call: Generation, size: int) -> None:
-    events = (CallStart(0, "weather"), CallArguments(0, ARGUMENTS[:size]))
-    whole, data = replies(call, events)
-    with client_for(data).messages.stream(**REQUEST) as stream:
-        assert shown(stream.get_final_message()) == shown(whole)
-
-
-def test_failed_stream_raises(call: Generation) -> None:
-    reply = MessagesReply(call, transcripts_of(call))
-    data = reply.start() + reply.fail(ApiError(500, "broken"))
-    with pytest.raises(anthropic.APIStatusError, match="broken") as caught:
-        list(client_for(data).messages.create(**REQUEST, stream=True))
-    assert caught.value.type == "api_error"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import operator
 from typing import Annotated, Any, Literal
 
-import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -58,30 +56,6 @@ def test_invoke_and_stream_equal_the_servers_reply(tiny_server: Served) -> None:
     assert [usage["total_tokens"] for usage in usages] == [expected["usage"]["total_tokens"]]
 
 
-def test_conversation_and_stop_strings_reach_the_server(tiny_server: Served) -> None:
-    talk = [("system", "be brief"), ("human", "hello"), ("ai", "yes?"), ("human", "again")]
-    roles = {"human": "user", "ai": "assistant"}
-    messages = [{"role": roles.get(role, role), "content": text} for role, text in talk]
-    assert model_of(tiny_server).invoke(talk).content == text_of(direct_reply(tiny_server, "", messages=messages))
-    whole = text_of(direct_reply(tiny_server, "hello"))
-    stop = next(char for char in whole[2:] if char.isascii() and char.isprintable())
-    assert model_of(tiny_server).invoke("hello", stop=[stop]).content == whole[: whole.index(stop)]
-
-
-def test_batches_keep_the_order(tiny_server: Served) -> None:
-    texts = [f"number {index}" for index in range(8)]
-    expected = [text_of(direct_reply(tiny_server, text)) for text in texts]
-    model = model_of(tiny_server)
-    assert [message.content for message in model.batch(texts, config={"max_concurrency": 8})] == expected
-
-    async def at_once() -> list[str]:
-        answers = [message.content for message in await model.abatch(texts)]
-        await model.root_async_client.close()
-        return answers
-
-    assert asyncio.run(at_once()) == expected
-
-
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # raised in langchain
 def test_structured_output(roomy_server: Served, method: str) -> None:
@@ -124,14 +98,3 @@ def test_embeddings_equal_the_servers(tiny_server: Served) -> None:
     assert embeddings.embed_query("hello") == pytest.approx(got[0], abs=1e-6)
     short = langchain.OpenAIEmbeddings(**place, check_embedding_ctx_length=False, dimensions=8)
     assert len(short.embed_query("hello")) == 8
-
-
-def test_invalid_field_is_named(tiny_server: Served) -> None:
-    model = model_of(tiny_server).bind(response_format={"type": "structural_tag"})
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        model.invoke("hello")
-
-
-def text_of(reply: dict[str, Any]) -> str:
-    """Return the text of a reply."""
-    return str(reply["choices"][0]["message"]["content"])

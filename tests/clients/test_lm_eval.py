@@ -150,17 +150,6 @@ def test_accuracies_and_greedy_flags_equal_transformers(expected: Evaluated, ser
     assert ours_greedy == greedy
 
 
-def test_generations_equal_transformers(expected: Evaluated, served: Evaluated) -> None:
-    assert served.answers["tiny_generate"] == expected.answers["tiny_generate"]
-    assert len({str(answer) for answer in served.answers["tiny_generate"]}) > NUM_TEXTS // 2
-
-
-def test_requests_have_several_prompts(served: Evaluated, tiny_server: Served) -> None:
-    records = [one for one in tiny_server.answers() if one["path"] == "/v1/completions"]
-    num_items = sum(len(item) for answers in served.answers.values() for item in answers)
-    assert 0 < len(records) < num_items / 2 and all(one["status"] == 200 for one in records)
-
-
 def test_printed_command_gives_the_results_of_transformers(expected: Evaluated, printed: Evaluated) -> None:
     for task in ("tiny_choice", "tiny_rolling"):
         pairs = zip(scores(printed.answers[task]), scores(expected.answers[task]), strict=True)
@@ -169,28 +158,3 @@ def test_printed_command_gives_the_results_of_transformers(expected: Evaluated, 
 
 
 # ---- remote tokenizer ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def remote(tiny_server: Served) -> Any:
-    """lm-eval's tokenizer over HTTP, which `tokenizer_backend=auto` selects."""
-    utils = pytest.importorskip("lm_eval.utils")
-    url = f"{tiny_server.url}/v1/completions"
-    assert utils.check_remote_tokenizer_support(url)
-    return utils.RemoteTokenizer(url, max_retries=1)
-
-
-def test_remote_tokenizer_equals_the_local_one(remote: Any, tiny_directory: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    local = transformers.AutoTokenizer.from_pretrained(tiny_directory)
-    for text in ("hello", " π 雪 <|im_end|> end"):
-        assert remote.encode(text) == local(text, add_special_tokens=False).input_ids
-    assert (remote.eos_token_id, remote.bos_token_id) == (local.eos_token_id, local.bos_token_id)
-    talk = [{"role": "user", "content": "hello"}]
-    assert remote.apply_chat_template(talk) == local.apply_chat_template(
-        talk, tokenize=False, add_generation_prompt=True
-    )
-
-
-def test_remote_tokenizer_decodes(remote: Any) -> None:
-    assert remote.decode(remote.encode("hello π")) == "hello π"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,16 +51,6 @@ def test_whole_answers_and_streams(client: Any, tiny_server: Served) -> None:
     assert client.generate("tiny").done_reason == "load"
 
 
-def test_asynchronous_stream(client: Any, tiny_server: Served) -> None:
-    async def read() -> list[Any]:
-        async with ollama.AsyncClient(host=tiny_server.url) as reader:
-            return [part async for part in await reader.chat("tiny", HELLO, options=GREEDY, stream=True)]
-
-    *parts, last = asyncio.run(read())
-    whole = client.chat("tiny", HELLO, options=GREEDY)
-    assert last.done and "".join(part.message.content for part in parts) == whole.message.content
-
-
 def test_tools_given_as_functions_are_called(caller_server: Served) -> None:
     def f(x: int) -> int:
         """Double a number.
@@ -85,19 +73,6 @@ def test_tools_given_as_functions_are_called(caller_server: Served) -> None:
         assert streamed == [call]
         result = {"role": "tool", "tool_name": "f", "content": "2"}
         assert client.chat("caller", [*HELLO, answer.message, result], tools=[f], options=GREEDY).done
-
-
-def test_schema_of_an_answer(client: Any) -> None:
-    pytest.importorskip("llguidance", reason="the extra `grammar`")
-    answer = client.chat("tiny", HELLO, format={"enum": [{"x": 1}]}, options={"temperature": 0})
-    assert json.loads(answer.message.content) == {"x": 1} and answer.done_reason == "stop"
-
-
-def test_embeddings(client: Any) -> None:
-    reply = client.embed("tiny", ["hello", "other"])
-    assert [len(one) for one in reply.embeddings] == [32, 32] and reply.prompt_eval_count == 10
-    assert client.embed("tiny", "hello", dimensions=4).embeddings[0] != reply.embeddings[0]
-    assert len(client.embeddings("tiny", "hello").embedding) == 32
 
 
 def test_questions_about_the_model(client: Any) -> None:

@@ -67,31 +67,6 @@ def streamed(server: Served, **fields: Any) -> list[JSON]:
     return events
 
 
-TALKS: dict[str, list[JSON]] = {
-    "basic-response": [message("user", "Greet me with three words.")],
-    "assistant-phase": [
-        message("assistant", "The saved number answers it.", phase="commentary"),
-        message("assistant", "Four.", phase="final_answer"),
-        message("user", "Only the number, please."),
-    ],
-    "system-prompt": [message("system", "You are a pirate."), message("user", "Hello.")],
-    "multi-turn": [
-        message("user", "I am called Ada."),
-        message("assistant", "Hello Ada!"),
-        message("user", "How am I called?"),
-    ],
-    "parts": [message("user", [{"type": "input_text", "text": "Hello."}])],
-}
-"""Conversations, most under the names of the compliance tests that they follow."""
-
-
-@pytest.mark.parametrize("name", TALKS)
-def test_conversation_is_answered(server: Served, name: str) -> None:
-    reply = answered(server, input=TALKS[name])
-    assert reply["status"] == "completed" and reply["output"][0]["content"][0]["text"] == ANSWER
-    assert isinstance(reply["completed_at"], int) and reply["store"] is True
-
-
 @pytest.mark.parametrize("tools", [[], [WEATHER]])
 def test_stream_ends_with_the_whole_response(server: Served, tools: list[JSON]) -> None:
     events = streamed(server, input=[message("user", "Count to five.")], tools=tools)

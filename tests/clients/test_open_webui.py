@@ -126,15 +126,6 @@ def test_open_webui_answers_by_its_api(webui: httpx2.Client, model: str) -> None
     assert "".join(parts) == ANSWER and chunks[-1]["usage"]["completion_tokens"] == 2
 
 
-def test_open_webui_passes_ollamas_api_on(webui: httpx2.Client) -> None:
-    model = {"model": "scripted:latest"}
-    lines = webui.post("/ollama/api/chat", json={**model, "messages": HELLO, "stream": True}).text.splitlines()
-    parts = [json.loads(line) for line in lines]
-    assert "".join(part["message"]["content"] for part in parts) == ANSWER and parts[-1]["done"]
-    assert post(webui, "/ollama/api/generate", {**model, "prompt": "hello", "stream": False})["response"] == ANSWER
-    assert len(post(webui, "/ollama/api/embed", {**model, "input": ["hello"]})["embeddings"]) == 1
-
-
 @pytest.mark.parametrize("model", OWN.values())
 def test_a_chat_of_its_page_calls_a_tool_and_names_itself(webui: httpx2.Client, served: Served, model: str) -> None:
     chat, answer = new_chat(webui, model)

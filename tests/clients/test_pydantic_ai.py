@@ -116,11 +116,6 @@ def test_default_model_calls_a_function(default_server: Served) -> None:
     _check_function(default_server, "chat", "default", 60)
 
 
-def test_answer_of_one_of_several_classes(roomy_server: Served) -> None:
-    results = run_with_model(roomy_server, "chat", lambda model: _run_three_times(agent(model, [Day, Report])))
-    assert all(isinstance(result.output, Day | Report) for result in results)
-
-
 async def _run_three_times(one: Any) -> list[Any]:
     return [await one.run(QUESTION) for _ in range(3)]
 

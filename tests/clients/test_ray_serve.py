@@ -10,7 +10,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -97,12 +96,6 @@ def test_openais_client_gets_completions_streams_and_tools(client: openai.OpenAI
     assert called.choices[0].message.tool_calls[0].function.name == "look_up"
 
 
-def test_the_chat_page_and_errors_are_the_servers_own(url: str, client: openai.OpenAI) -> None:
-    assert "<html" in httpx2.get(f"{url}/", timeout=PATIENCE).text.lower()
-    with pytest.raises(openai.NotFoundError, match="no-such-model"):
-        client.completions.create(model="no-such-model", prompt="a")
-
-
 def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(url: str) -> None:
     killed = replica_pids()
     assert len(killed) == 2
@@ -163,12 +156,6 @@ def test_a_new_version_replaces_replicas_without_a_failed_request(url: str, engi
     assert not before & set(replica_pids())
     names = {one["id"] for one in httpx2.get(f"{url}/v1/models", timeout=PATIENCE).json()["data"]}
     assert "second" in names and "first" not in names
-
-
-def test_a_configuration_file_gives_engine_and_server(tmp_path: Path) -> None:
-    made = application({"model": str(tmp_path), "engine": {"max_batch_size": 7}, "server": {"api_key": ["a-secret"]}})
-    assert isinstance(made, serve.Application)
-    assert deployment(EngineConfig(str(tmp_path), max_batch_size=7), ServerConfig()).max_ongoing_requests == 7
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from tests.clients.process import NEEDED, Served
 renderers = pytest.importorskip("renderers", reason=f"renderers: {NEEDED}")
 transformers = pytest.importorskip("transformers", reason=f"transformers: {NEEDED}")
 
-PATH = "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
 
@@ -75,22 +74,9 @@ def test_sampling_params_and_cache_salt_reach_the_server(tiny_server: Served, re
     assert all(token in mask for token, mask in zip(tokens[3], replies[3]["sampling_mask"], strict=True))
 
 
-def test_prompt_of_ids_continues_the_last_turn(tiny_server: Served, renderer: Any) -> None:
-    first = generated(tiny_server, renderer)
-    ids = first["prompt_ids"] + first["completion_ids"]
-    second = generated(tiny_server, renderer, prompt_ids=ids)
-    whole = tiny_server.ask(PATH, {"token_ids": first["prompt_ids"], "sampling_params": {**GREEDY, "max_tokens": 24}})
-    assert first["completion_ids"] + second["completion_ids"] == whole["choices"][0]["token_ids"]
-
-
 def test_overlong_prompt_error_has_the_context_length(tiny_server: Served, renderer: Any) -> None:
     from renderers.client import OverlongPromptError
 
     with pytest.raises(OverlongPromptError) as caught:
         generated(tiny_server, renderer, prompt_ids=[1] * 600)
     assert caught.value.max_prompt_len == 512
-
-
-def test_mistyped_parameter_is_refused(tiny_server: Served, renderer: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"sampling_params\.temprature"):
-        generated(tiny_server, renderer, sampling_params={"temprature": 0.5})

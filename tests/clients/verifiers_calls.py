@@ -21,10 +21,7 @@ async def main(url: str, directory: str) -> dict[str, Any]:
     trained = vf.TrainClientConfig(
         base_url=f"{url}/v1", renderer_model_name=directory, renderer=DefaultRendererConfig(tool_parser="qwen3")
     )
-    return {
-        "eval": await episode(vf.EvalClientConfig(base_url=f"{url}/v1")),
-        "train": await episode(trained),
-    }
+    return {"eval": await episode(vf.EvalClientConfig(base_url=f"{url}/v1")), "train": await episode(trained)}
 
 
 async def episode(client: Any) -> dict[str, Any]:
