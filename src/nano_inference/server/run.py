@@ -15,18 +15,19 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nano_inference.config import EngineConfig
 from nano_inference.loading.catalog import resolve, served_name
 from nano_inference.server.app import App, guard_policy, installed_dialects
 from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import EngineLink, LoadedModel
+from nano_inference.server.guard import GuardPolicy
 from nano_inference.server.protocol import uvicorn_config
 from nano_inference.server.security import KeyRing, load_keys
 
@@ -72,6 +73,37 @@ class Shutdown:
     def on_signal(self) -> None:
         """Request shutdown; on the second signal, force it."""
         (self.forced if self.requested.is_set() else self.requested).set()
+
+    async def comes_after(self, work: Awaitable[object]) -> bool:
+        """Wait for `work`; return False if shutdown was requested first, which cancels it. Raises what it raises."""
+        working, requested = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
+        await asyncio.wait({working, requested}, return_when=asyncio.FIRST_COMPLETED)
+        requested.cancel()
+        if working.done():
+            working.result()
+            return True
+        working.cancel()
+        return False
+
+
+@asynccontextmanager
+async def listening_for(
+    app: ASGIApp, config: ServerConfig, policy: GuardPolicy, listening: socket.socket, shutdown: Shutdown
+) -> AsyncIterator[None]:
+    """Serve an application on a socket while the block runs, and handle signals."""
+    loop = asyncio.get_running_loop()
+    listener = Listener(uvicorn_config(app, config, policy))
+    shutdown.handle_signals(loop)
+    serving = loop.create_task(listener.serve(sockets=[listening]))
+    serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
+    try:
+        while not (listener.started or serving.done()):
+            await asyncio.sleep(_POLL_S / 10)
+        yield
+    finally:
+        if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
+            remove_socket(config.uds)
+        await close_listener(listener, serving)
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -152,47 +184,30 @@ async def serve(
     signal handlers installed, `on_ready` when the model is loaded. Raises what `open_model` raises.
     """
     sys.setswitchinterval(_SWITCH_S)
-    link = EngineLink(step_timeout=config.step_timeout)
+    link, shutdown = EngineLink(step_timeout=config.step_timeout), Shutdown()
     app = make_app(config, link)
-    listener = Listener(uvicorn_config(app.asgi, config, app.guard.policy))
-    shutdown = Shutdown()
-    loop = asyncio.get_running_loop()
-    shutdown.handle_signals(loop)
-    serving = loop.create_task(listener.serve(sockets=[listening]))
-    serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
     try:
-        while not (listener.started or serving.done()):
-            await asyncio.sleep(_POLL_S / 10)
-        if listener.started:
+        async with listening_for(app.asgi, config, app.guard.policy, listening, shutdown):
             on_listening()
-        loading = asyncio.ensure_future(link.start(open_model))
-        requested = asyncio.ensure_future(shutdown.requested.wait())
-        await asyncio.wait({loading, requested}, return_when=asyncio.FIRST_COMPLETED)
-        requested.cancel()
-        if loading.done():
-            opened = loading.result()
-            # These objects live until the end; scanning them takes tenths of a second in each full collection and at
-            # exit.
-            gc.collect()
-            gc.freeze()
-            app.serve(opened, max_running)
-            on_ready(opened)
-            while not (shutdown.requested.is_set() or (config.exit_on_failure and link.state == "dead")):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(1.0 if config.exit_on_failure else None):
-                        await shutdown.requested.wait()
-            await drain(link, config.shutdown_timeout, shutdown.forced)
-        loading.cancel()
+            loading = asyncio.ensure_future(link.start(open_model))
+            if await shutdown.comes_after(loading):
+                opened = loading.result()
+                # These objects live until the end; scanning them takes tenths of a second in each full collection and
+                # at exit.
+                gc.collect()
+                gc.freeze()
+                app.serve(opened, max_running)
+                on_ready(opened)
+                while not (shutdown.requested.is_set() or (config.exit_on_failure and link.state == "dead")):
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(1.0 if config.exit_on_failure else None):
+                            await shutdown.requested.wait()
+                await drain(link, config.shutdown_timeout, shutdown.forced)
     finally:
         # Waiting longer would not help for a model that is loading or a step that hangs.
         is_orderly = link.state == "draining" and not shutdown.forced.is_set()
-        if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
-            remove_socket(config.uds)
-        try:
-            await close_listener(listener, serving)
-        finally:
-            await link.stop(timeout=10.0 if is_orderly else 0.5)
-            app.close()
+        await link.stop(timeout=10.0 if is_orderly else 0.5)
+        app.close()
     return 1 if link.state == "dead" else 0
 
 

@@ -28,8 +28,7 @@ from nano_inference.server.front.servers import MemoryLimits, Server, Servers
 from nano_inference.server.front.trainers import Trainers, keys_of_replicas
 from nano_inference.server.guard import Guard, GuardPolicy
 from nano_inference.server.log import log_access, record_of
-from nano_inference.server.protocol import uvicorn_config
-from nano_inference.server.run import Listener, Shutdown, close_listener, remove_socket
+from nano_inference.server.run import Shutdown, listening_for
 from nano_inference.server.security import is_loopback_name, load_keys
 from nano_inference.server.trainers.places import weights_root
 
@@ -124,7 +123,6 @@ async def serve_front(
     Raises `ServerFailed` if a server cannot start at first, and what `watch` raises.
     """
     shutdown, loop = Shutdown(), asyncio.get_running_loop()
-    shutdown.handle_signals(loop)
     dialects = installed_dialects()
     async with make_client() as client:
         servers = Servers(behind, client, limits=limits, drain_timeout=config.shutdown_timeout)
@@ -136,36 +134,20 @@ async def serve_front(
             loop.add_signal_handler(signal.SIGUSR1, servers.restart_all)
         front = Front(servers, kind, client, policy, stream_errors(dialects), config.request_timeout, trainers)
         guard = Guard(front, policy, lambda *done: log_access(record_of(*done)), error_bodies(dialects))
-        listener = Listener(uvicorn_config(strip_root_path(config.root_path, guard), config, policy))
-        serving = loop.create_task(listener.serve(sockets=[listening]))
-        serving.add_done_callback(lambda _: shutdown.requested.set())  # a failed listener ends the process
+        app = strip_root_path(config.root_path, guard)
         try:
-            on_listening()
-            if await _finishes(servers.open(), shutdown):
-                on_ready()
-                await _finishes(watch(), shutdown)
-            front.is_draining = True
-            deadline = time.monotonic() + config.shutdown_timeout
-            while servers.num_open and not shutdown.forced.is_set() and time.monotonic() < deadline:
-                await asyncio.sleep(_POLL_S)
-            if servers.num_open:
-                _log.warning("%d open requests are aborted", servers.num_open)
+            async with listening_for(app, config, policy, listening, shutdown):
+                on_listening()
+                if await shutdown.comes_after(servers.open()):
+                    on_ready()
+                    await shutdown.comes_after(watch())
+                front.is_draining = True
+                deadline = time.monotonic() + config.shutdown_timeout
+                while servers.num_open and not shutdown.forced.is_set() and time.monotonic() < deadline:
+                    await asyncio.sleep(_POLL_S)
+                if servers.num_open:
+                    _log.warning("%d open requests are aborted", servers.num_open)
         finally:
-            if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
-                remove_socket(config.uds)
-            await close_listener(listener, serving)
             loop.remove_signal_handler(signal.SIGUSR1)
             await servers.close()
     return 0
-
-
-async def _finishes(work: Awaitable[object], shutdown: Shutdown) -> bool:
-    """Wait for `work`; return False if shutdown was requested first, which cancels it. Raises what it raises."""
-    working, requested = asyncio.ensure_future(work), asyncio.ensure_future(shutdown.requested.wait())
-    await asyncio.wait({working, requested}, return_when=asyncio.FIRST_COMPLETED)
-    requested.cancel()
-    if working.done():
-        working.result()
-        return True
-    working.cancel()
-    return False
