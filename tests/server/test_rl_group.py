@@ -341,23 +341,6 @@ def test_server_accepts_next_trainer_after_one_dies_during_broadcast(
         assert update_all(server, second, named)["version"] == 1
 
 
-def test_update_from_silent_trainer_times_out(tiny_directory: Path, named: Named, tmp_path: Path) -> None:
-    names = good_names(named)
-    dtypes, shapes = dtypes_and_shapes(named, names)
-    with serving(tiny_directory, weight_timeout=8) as server, trainer_process(named, tmp_path) as trainer:
-        join_group(server, trainer)
-        ok(server.post("/start_weight_update", {}))
-        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
-        with posting(server, "/update_weights", {"update_info": info}) as reply:
-            trainer.send(names[:5])
-            trainer.wait()
-            assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
-            refused(reply.result(60), 400)
-        assert_untouched(server)
-        join_group(server, trainer, group_name="again")
-        assert ok(server.client.get("/weight_info"))["update"] == "idle"
-
-
 def test_join_times_out_without_a_trainer(tiny_directory: Path) -> None:
     info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
     with serving(tiny_directory, weight_timeout=1) as server:

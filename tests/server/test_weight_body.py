@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,11 +139,17 @@ def test_a_client_that_disconnects_leaves_the_old_weights(server: Running, body:
     ok(send(server, body))
 
 
-def test_a_body_that_stalls_is_given_up(tiny_directory: Path, body: bytes) -> None:
-    with serving(tiny_directory, weight_timeout=4) as impatient:
+def test_a_body_that_stalls_is_given_up(tiny_directory: Path, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = [0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
+    monkeypatch.setattr("nano_inference.weights.sync.time", clock)
+    with serving(tiny_directory, weight_timeout=60) as impatient:
         address = (impatient.client.base_url.host, impatient.client.base_url.port)
         with socket.create_connection(address, timeout=30) as wire:
             lines = [f"POST {PATH} HTTP/1.1", "host: localhost", "content-type: application/octet-stream"]
             wire.sendall("\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body[:-9])
+            comes_to_be(impatient, "staging")
+            hours[0] = 1
+            impatient.on_engine(lambda: None)  # an idle engine takes a turn only after a command
             assert b" 400 " in wire.recv(4096)
         ok(impatient.client.post(PATH, content=body, headers=BYTES))
