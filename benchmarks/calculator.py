@@ -10,21 +10,20 @@ without a call. The last line is JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from harness import options
+
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.nanochat.builtin import CALCULATOR
-from nano_inference.text.dialogue import Dialogue, load_dialogue, require
-from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
+from nano_inference.text.dialogue import load_dialogue, require
+from nano_inference.text.tokenizer import load_tokenizer
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import calculator_data as data
 import calculator_lines as lines
 
@@ -34,16 +33,6 @@ class Question(NamedTuple):
 
     prompt: list[int]
     right: Callable[[str, bool], bool]
-
-
-class Row(NamedTuple):
-    """A row of a table."""
-
-    table: str
-    name: str
-    right: int
-    uncalled: int
-    questions: int
 
 
 def numeric(question: str, result: str, before: tuple[data.Turn, ...] = ()) -> Question:
@@ -58,99 +47,62 @@ def spoken(line: str, begin: str) -> Question:
     return Question(prompt, lambda reply, called: not called and reply.startswith(begin))
 
 
-def of_turn(turn: data.Turn) -> Question:
-    """Return the question of a generated turn."""
-    result = data.result_text(turn.expression) if turn.expression else None
-    return spoken(turn.question, turn.reply) if result is None else numeric(turn.question, result)
-
-
 def tables(n: int, seed: int) -> Iterator[tuple[str, str, list[Question]]]:
     """Yield table, row and questions: n in each row, except for the chats written by hand."""
     for skill in data.SKILLS:
-        yield "skill", skill, [of_turn(turn) for turn in data.held_out_turns(n, seed, skill)]
+        asked = []
+        for turn in data.held_out_turns(n, seed, skill):
+            result = data.result_text(turn.expression) if turn.expression else None
+            asked.append(spoken(turn.question, turn.reply) if result is None else numeric(turn.question, result))
+        yield "held-out questions", skill, asked
     chains = data.held_out_chains(n, seed)
-    follow_ups = [
-        numeric(second.question, data.result_text(second.expression) or "", (first,)) for first, second in chains
-    ]
-    yield "skill", "questions that refer to the last result", follow_ups
-    patterns = {"chats in other words (by hand)": lines.CHATS}
-    for name, texts in patterns.items():
-        yield "beyond", name, [spoken(line, begin) for begin, line in (text.split(":", 1) for text in texts)]
-    wordings = {"questions in other words": lines.NEW_WORDING, "stories in other words": lines.NEW_STORIES}
-    for name, texts in {**wordings, **lines.LIMITS}.items():
-        yield "beyond", name, [numeric(*asked) for asked in lines.asked(n, seed, texts)]
-
-
-class Model:
-    """An engine with the model, and its tokenizer."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        assert engine.parts.checkpoint is not None
-        source = engine.parts.checkpoint.tokenizer
-        self.engine = engine
-        self.tokenizer: Tokenizer = load_tokenizer(source)
-        self.dialogue: Dialogue = require(load_dialogue(source, self.tokenizer))
-
-    def replies(self, prompts: list[list[int]], *, with_tool: bool) -> tuple[list[tuple[str, bool]], dict[str, float]]:
-        """Answer all prompts at once; return the text behind the last result, if there was a call, and counts."""
-        started = time.perf_counter()
-        params = SamplingParams(temperature=0, max_tokens=160)
-        samples = self.engine.generate(prompts, params, program=self.dialogue.tool if with_tool else None)
-        seconds = time.perf_counter() - started
-        texts = [self.tokenizer.decode(sample.completion_tokens, skip_special=False) for sample in samples]
-        found = [
-            (text.rpartition("<|output_end|>")[2].replace("<|assistant_end|>", ""), "<|python_start|>" in text)
-            for text in texts
-        ]
-        forced = sum(mask == 0 for sample in samples for mask in sample.mask)
-        num_tokens = sum(len(sample.mask) for sample in samples)
-        return found, {"forced_tokens": forced, "tokens": num_tokens, "seconds": round(seconds, 2)}
-
-
-def measured(model: Model, n: int, seed: int) -> list[Row]:
-    """Return the rows of both tables."""
-    rows = []
-    for table, name, questions in tables(n, seed):
-        found, _ = model.replies([question.prompt for question in questions], with_tool=True)
-        right = sum(question.right(*reply) for question, reply in zip(questions, found, strict=True))
-        rows.append(Row(table, name, right, sum(not called for _, called in found), len(questions)))
-    return rows
-
-
-def compared(model: Model, n: int, seed: int) -> list[dict[str, float | bool]]:
-    """Return what was right of n questions with numbers and letters, with the tool and without."""
-    asked, rows = data.held_out(n, seed), []
-    for with_tool in (True, False):
-        questions = [numeric(*pair) for pair in asked]
-        found, counted = model.replies([question.prompt for question in questions], with_tool=with_tool)
-        right = sum(question.right(*reply) for question, reply in zip(questions, found, strict=True))
-        rows.append({"tool": with_tool, "right": right, "questions": n, **counted})
-    return rows
+    asked = [numeric(second.question, data.result_text(second.expression) or "", (first,)) for first, second in chains]
+    yield "held-out questions", "questions that refer to the last result", asked
+    chats = [spoken(line, begin) for begin, line in (text.split(":", 1) for text in lines.CHATS)]
+    yield "not generated in training", "chats in other words (by hand)", chats
+    for name, texts in lines.PATTERNS.items():
+        yield "not generated in training", name, [numeric(*asked) for asked in lines.asked(n, seed, texts)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
+    parser.set_defaults(model=str(CALCULATOR.directory))
     parser.add_argument("--questions", type=int, default=200, help="questions in each row")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default=str(CALCULATOR.directory))
-    wish = parser.parse_args()
-    with InferenceEngine(EngineConfig(model_path=wish.model)) as engine:
-        model = Model(engine)
-        rows = measured(model, wish.questions, wish.seed)
-        totals = compared(model, 500, wish.seed)
-    for table, head in (("skill", "held-out questions"), ("beyond", "not generated in training")):
-        print(f"| {head} | right | no call |\n|---|---|---|")
-        for row in rows:
-            if row.table == table:
-                print(f"| {row.name} | {row.right} of {row.questions} | {row.uncalled} |")
-        print()
-    for total in totals:
-        name = "with the tool" if total["tool"] else "without the tool"
-        print(
-            f"{name:18}{total['right']:5} of {total['questions']} right, {total['tokens']} tokens, "
-            f"{total['forced_tokens']} of them forced (mask 0), {total['seconds']} s"
-        )
-    print(json.dumps({"model": Path(wish.model).name, "rows": [row._asdict() for row in rows], "totals": totals}))
+    given = parser.parse_args()
+    engine = InferenceEngine(EngineConfig(model_path=given.model, num_threads=given.threads))
+    assert engine.parts.checkpoint is not None
+    source = engine.parts.checkpoint.tokenizer
+    tokenizer = load_tokenizer(source)
+    tool = require(load_dialogue(source, tokenizer)).tool
+
+    def answered(questions: list[Question], *, with_tool: bool) -> tuple[int, int, int]:
+        """Ask all questions at once; return the right answers, the replies without a call, and the forced tokens."""
+        params = SamplingParams(temperature=0, max_tokens=160)
+        samples = engine.generate([one.prompt for one in questions], params, program=tool if with_tool else None)
+        right = uncalled = 0
+        for question, sample in zip(questions, samples, strict=True):
+            text = tokenizer.decode(sample.completion_tokens, skip_special=False)
+            called = "<|python_start|>" in text
+            uncalled += not called
+            right += question.right(text.rpartition("<|output_end|>")[2].replace("<|assistant_end|>", ""), called)
+        return right, uncalled, sum(mask == 0 for sample in samples for mask in sample.mask)
+
+    rows, last = [], ""
+    for table, name, questions in tables(given.questions, given.seed):
+        if table != last:
+            print(f"\n| {table} | right | no call |\n|---|---|---|")
+        right, uncalled, _ = answered(questions, with_tool=True)
+        print(f"| {name} | {right} of {len(questions)} | {uncalled} |", flush=True)
+        rows.append({"name": name, "right": right, "uncalled": uncalled, "questions": len(questions)})
+        last = table
+    print()
+    held_out = [numeric(*pair) for pair in data.held_out(500, given.seed)]
+    totals = {}
+    for name, with_tool in (("with the tool", True), ("without the tool", False)):
+        totals[name], _, forced = answered(held_out, with_tool=with_tool)
+        print(f"{name:18}{totals[name]:5} of {len(held_out)} right, {forced} tokens forced (mask 0)")
+    print(json.dumps({"model": Path(given.model).name, "rows": rows, "totals": totals}))
 
 
 if __name__ == "__main__":

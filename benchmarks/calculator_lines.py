@@ -7,31 +7,22 @@ to ten digits, and {u}, {v} are {a}, {b} in words.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import NamedTuple
 
 from calculator_data import result_text
 from calculator_numbers import in_words
 from calculator_talk import listed
 
-
-class Asked(NamedTuple):
-    """A question and its result as text."""
-
-    question: str
-    result: str
-
-
-NEW_WORDING = listed("""{a}+{b}:If I put {a} and {b} into one pot, what number is in it?
+PATTERNS = {
+    "questions in other words": listed("""{a}+{b}:If I put {a} and {b} into one pot, what number is in it?
 {a}*{b}:{a} rows of {b}, how much is it?|{a}+{b}:Could you kindly work out for me what {a} plus {b} comes to?
 {a}-{b}:Remove {b} from {a}, what remains?|{a}*{b}:I would be grateful to learn the product {a} times {b}
 {a}+{b}:sum up these two for me: {a}, {b}|{a}/{b}:How often does {b} go into {a}?
 {a}-{b}:By how much is {a} bigger than {b}?|{a}*{b}:{a} multiplied with {b} gives?
 {a}+{b}:My homework says {a} + {b}, and I have no idea|{a}+{b}:hey there calculator whats {u} plus {v} mate
 {a}-{b}:Deduct {b} from {a}|{a}*{b}:Tell my sister the value of {a} * {b}, would you
-{a}+{b}:{u} and then {v} on top, total?|{a}/{b}:Please be so kind and divide {a} by {b} for my little brother""")
-NEW_STORIES = listed("""{a}+{b}:Zelda owns {a} violins. Her uncle brings {b} further violins. How many has Zelda now?
+{a}+{b}:{u} and then {v} on top, total?|{a}/{b}:Please be so kind and divide {a} by {b} for my little brother"""),
+    "stories in other words": listed(
+        """{a}+{b}:Zelda owns {a} violins. Her uncle brings {b} further violins. How many has Zelda now?
 {a}-{b}:A farmer kept {a} llamas. In winter {b} ran away. How many llamas are on the farm now?
 {a}*{b}:Every carriage of the train seats {b} passengers. The train has {a} carriages. How many passengers fit?
 {a}*{b}:Rashid types {b} words a minute. How many words does he type in {a} minutes?
@@ -44,36 +35,34 @@ NEW_STORIES = listed("""{a}+{b}:Zelda owns {a} violins. Her uncle brings {b} fur
 ({a}+{b})*{c}:Each of {c} lunches has {a} grapes and {b} figs. How many pieces of fruit is that altogether?
 {a}-{b}-{c}:From a pile of {a} bricks the mason uses {b} in spring and {c} in autumn. What is left of the pile?
 {a}*{b}+{c}:Wanda fills {a} albums with {b} pictures each and keeps {c} loose. How many pictures has she?
-({a}+{b})/{c}:Two farmers harvest {a} and {b} melons and load them evenly on {c} carts. Melons per cart?""")
-LIMITS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "eight to ten digits": listed("""{t}+{a}:What is {t} + {a}?|{t}-{a}:{t} minus {a}|{t}*{b}:Multiply {t} by {b}
+({a}+{b})/{c}:Two farmers harvest {a} and {b} melons and load them evenly on {c} carts. Melons per cart?"""
+    ),
+    "eight to ten digits": listed("""{t}+{a}:What is {t} + {a}?|{t}-{a}:{t} minus {a}|{t}*{b}:Multiply {t} by {b}
 {t}/2:half of {t}|{a}+{t}:add {a} and {t}|{b}*{t}:{b} * {t}"""),
-        "three steps in words": listed("""({a}+{b})*{c}-{d}:add {a} and {b}, then multiply by {c}, then subtract {d}
+    "three steps in words": listed("""({a}+{b})*{c}-{d}:add {a} and {b}, then multiply by {c}, then subtract {d}
 {a}-{b}+{c}-{d}:start with {a}, subtract {b}, add {c} and subtract {d}
 ({a}+{b})*2+{c}:double the sum of {a} and {b} and add {c}
 ({a}*{b}+{c})/{d}:Multiply {a} by {b}, then add {c}, then divide by {d}
 ({a}+{b}+{c})*{d}:{a} plus {b} plus {c}, all times {d}"""),
-        "powers and roots": listed("""{s}:What is {a} squared?|{a}:the square root of {s}|{a}*{s}:{a} cubed
+    "powers and roots": listed("""{s}:What is {a} squared?|{a}:the square root of {s}|{a}*{s}:{a} cubed
 {s}:{a} to the power of 2|{s}:{a}^2|{a}:sqrt({s})"""),
-        "units": listed("""{a}*60:How many minutes are {a} hours?|{a}*7:How many days are in {a} weeks?
+    "units": listed("""{a}*60:How many minutes are {a} hours?|{a}*7:How many days are in {a} weeks?
 {a}*100:How many centimeters are {a} meters?|{a}*12:how many months are {a} years?
 {a}*1000:convert {a} kg to grams"""),
-        "dates and clocks": listed("""{b}-5:How many days is it from June 5 to June {b}?
+    "dates and clocks": listed("""{b}-5:How many days is it from June 5 to June {b}?
 60-{c}:How many minutes from 3:{c} to 4 o'clock?|24-{c}:It is {c} o'clock. How many hours until midnight?
 2026-19{c}:I was born in 19{c}. How old am I in 2026?"""),
-        "digit by digit": listed(
-            """{e}{c}+{d}:{x} {y} plus {d}|{e}{c}*{d}:multiply {x} {y} by {d}|{e}{c}-{d}:{x} {y} minus {d}"""
-        ),
-        "fractions and Roman numerals": listed("""2/3*{a}:two thirds of {a}|3/4*{a}:What is three quarters of {a}?
+    "digit by digit": listed(
+        """{e}{c}+{d}:{x} {y} plus {d}|{e}{c}*{d}:multiply {x} {y} by {d}|{e}{c}-{d}:{x} {y} minus {d}"""
+    ),
+    "fractions and Roman numerals": listed("""2/3*{a}:two thirds of {a}|3/4*{a}:What is three quarters of {a}?
 {a}+12:{a} plus XII|{a}*4:{a} times IV|{a}+1/2:{a} plus one half|{a}*5/8:five eighths of {a}"""),
-        "other languages": listed("""{a}+{b}:Was ist {a} plus {b}?|{a}*{b}:Wie viel ist {a} mal {b}?
+    "other languages": listed("""{a}+{b}:Was ist {a} plus {b}?|{a}*{b}:Wie viel ist {a} mal {b}?
 {a}+{b}:¿Cuánto es {a} más {b}?|{a}-{b}:Combien font {a} moins {b} ?|{a}+{b}:Quanto fa {a} più {b}?
 {a}/{b}:Teile {a} durch {b}|{a}*{b}:{a} fois {b}"""),
-        "typing errors": listed("""{a}+{b}:waht is {a} pluss {b}|{a}*{b}:mutliply {a} by {b}
+    "typing errors": listed("""{a}+{b}:waht is {a} pluss {b}|{a}*{b}:mutliply {a} by {b}
 {a}-{b}:substract {b} form {a}|{a}+{b}:ad {a} an {b}|{a}/{b}:devide {a} by {b}|{a}*{b}:wht is {a} tims {b}"""),
-    }
-)
+}
 CHATS = listed("""Hello!:hey hey, good to be here|Hello!:Hi, I just installed you
 Hello!:hello my dear little calculator|I am fine:hi! how are you doing this morning?
 I am fine:are you feeling good today?|I calculate:I don't know how to use you
@@ -113,8 +102,8 @@ I cannot program:please turn off the lights""")
 """Lines written for this test, each with the beginning of a fitting reply."""
 
 
-def asked(n: int, seed: int, patterns: tuple[str, ...]) -> list[Asked]:
-    """Return n questions of the patterns, in turn, with random numbers of up to three digits."""
+def asked(n: int, seed: int, patterns: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return n questions of the patterns, in turn, and their results, with random numbers of up to three digits."""
     rng = random.Random(seed)
     found = []
     for place in range(n):
@@ -125,5 +114,5 @@ def asked(n: int, seed: int, patterns: tuple[str, ...]) -> list[Asked]:
         expression, text = patterns[place % len(patterns)].split(":", 1)
         result = result_text(expression.format(**names, **spoken))
         assert result is not None
-        found.append(Asked(text.format(**names, **spoken), result))
+        found.append((text.format(**names, **spoken), result))
     return found

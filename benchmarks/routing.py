@@ -1,6 +1,6 @@
 """Simulate the routing of requests to replicas: prefix cache hits and the spread of load. No model, no network.
 
-    python benchmarks/routing.py [--replicas 16,256,1024] [--requests 20] [--seed 0] [--router ROUTER] [--work WORK]
+    python benchmarks/routing.py [--replicas 16,256,1024] [--requests 20] [--seed 0] [--router prefix]
 
 Compares the pool's router (`rl/pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8
 equal prompts (GRPO), sessions of six turns that each extend the last, prompts after one of a few system prompts, and
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import random
 import statistics
@@ -25,7 +26,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from nano_inference.rl.pool.routing import PrefixRouter
 
@@ -33,41 +33,21 @@ BLOCK, CACHED_BLOCKS, NEW_TOKENS, BUSY = 16, 2000, 200, 0.7
 VOCAB = 100_000
 
 
-class Router(Protocol):
-    """What the simulation needs of `PrefixRouter`."""
+class BlindRouter:
+    """Takes the workers in the order of an iterator, whatever the tokens are."""
 
-    def place(self, tokens: list[int], cost: int, session: str | None = None) -> int: ...
-
-    def finish(self, worker: int, cost: int) -> None: ...
-
-
-class RandomRouter:
-    """Chooses any worker."""
-
-    def __init__(self, num_workers: int, seed: int) -> None:
-        self._rng, self._num_workers = random.Random(seed), num_workers
-
-    def place(self, tokens: list[int], cost: int, session: str | None = None) -> int:
-        """Return a random worker."""
-        return self._rng.randrange(self._num_workers)
-
-    def finish(self, worker: int, cost: int) -> None:
-        """Do nothing."""
-
-
-class RoundRobin:
-    """Chooses the workers in turn."""
-
-    def __init__(self, num_workers: int) -> None:
-        self._next, self._num_workers = -1, num_workers
+    def __init__(self, workers: Iterator[int]) -> None:
+        self._workers = workers
 
     def place(self, tokens: list[int], cost: int, session: str | None = None) -> int:
         """Return the next worker."""
-        self._next = (self._next + 1) % self._num_workers
-        return self._next
+        return next(self._workers)
 
     def finish(self, worker: int, cost: int) -> None:
         """Do nothing."""
+
+
+Router = PrefixRouter | BlindRouter
 
 
 class Replica:
@@ -197,35 +177,29 @@ def simulate(router: Router, requests: Iterator[Request], num_replicas: int, rng
 
 def routers(num_replicas: int, seed: int) -> dict[str, Router]:
     """Return a new router of each kind."""
-    return {
-        "prefix": PrefixRouter(num_replicas),
-        "random": RandomRouter(num_replicas, seed),
-        "round robin": RoundRobin(num_replicas),
-    }
+    rng = random.Random(seed)
+    drawn = (rng.randrange(num_replicas) for _ in itertools.repeat(None))
+    in_turn = itertools.cycle(range(num_replicas))
+    return {"prefix": PrefixRouter(num_replicas), "random": BlindRouter(drawn), "round robin": BlindRouter(in_turn)}
 
 
 def main() -> None:
-    """Print a table for each number of replicas."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", default="16,256,1024")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--router", choices=list(routers(1, 0)))
-    parser.add_argument("--work", choices=list(WORK))
-    options = parser.parse_args()
+    parser.add_argument("--router", choices=list(routers(1, 0)), help="one router")
+    given = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for size in (int(one) for one in options.replicas.split(",")):
-        print(f"{size} replicas\n{'work':<16}{'router':<13}", end="")
-        print(f"{'cached':>8}{'spread':>8}{'mean wait':>11}{'99 %':>9}{'µs':>7}{'s':>7}")
+    for size in map(int, given.replicas.split(",")):
+        print(f"{size} replicas".ljust(30), f"{'cached':>8}{'spread':>8}{'mean wait':>11}{'99 %':>9}{'µs':>7}")
         for name, make in WORK.items():
-            for kind, router in routers(size, options.seed).items():
-                if options.work in (None, name) and options.router in (None, kind):
-                    started = time.perf_counter()
-                    requests = make(random.Random(options.seed), options.requests * size)
-                    one = simulate(router, requests, size, random.Random(options.seed + 1))
-                    seconds = time.perf_counter() - started
+            for kind, router in routers(size, given.seed).items():
+                if given.router in (None, kind):
+                    requests = make(random.Random(given.seed), given.requests * size)
+                    one = simulate(router, requests, size, random.Random(given.seed + 1))
                     figures = f"{one.hits:>8.1%}{one.spread:>8.2f}{one.mean_wait:>11.0f}{one.worst_wait:>9.0f}"
-                    print(f"{name:<16}{kind:<13}{figures}{one.placement_us:>7.1f}{seconds:>7.1f}", flush=True)
+                    print(f"{name}, {kind}".ljust(30), f"{figures}{one.placement_us:>7.1f}", flush=True)
                     found.setdefault(f"{size} {name}", {})[kind] = asdict(one)
     print(json.dumps(found))
 
