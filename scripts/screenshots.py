@@ -2,20 +2,14 @@
 
 `python scripts/screenshots.py` serves the default model and the calculator, and writes to `docs/images/`. Seeds are
 fixed, so that a picture changes only with what it shows. Needs the `dev` extra and Chromium.
-
-`python scripts/screenshots.py --looks DIRECTORY --before HEAD~1` writes the chat page's states instead, at 1280 and 390
-pixels, light and dark, of this tree and of an earlier revision: `DIRECTORY/after` and `DIRECTORY/before`.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 QUESTION = "What is the capital of France?"
 WIDTH, HEIGHT = 1280, 800
-PHONE = {"width": 360, "height": 640}
 _PATIENCE_MS = 120_000
 _PROMPT = r">( |\x08\x1b\[2C)"
 """The chat's prompt: the space behind it may be a movement of the cursor."""
@@ -36,14 +29,7 @@ _COLOURS = {"default": "#e7eaf0", "brown": "#f0bd6a"}
 
 
 def main() -> None:
-    """Take all pictures, or those that compare two revisions."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--looks", type=Path, help="write the chat page's states into this directory, and nothing else")
-    parser.add_argument("--before", help="revision whose states are written beside them")
-    options = parser.parse_args()
-    if options.looks is not None:
-        take_looks(options.looks, options.before)
-        return
+    """Take all pictures."""
     path = shutil.which("chromium-headless-shell") or shutil.which("chromium")
     if path is None:
         raise SystemExit("chromium is not installed (`make browser`)")
@@ -51,31 +37,10 @@ def main() -> None:
     with sync_playwright() as playwright, serving("default") as chat, serving("calculator") as calculator:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         take_chats(browser, chat)
-        take_phone(browser, chat)
         take_tool_call(browser, calculator)
         take_dashboard(browser, chat)
         take_terminal(browser)
         browser.close()
-
-
-def take_looks(out: Path, before: str | None) -> None:
-    """Take the chat page's states in this tree, and in an earlier revision's."""
-    run_looks(ROOT, out / "after")
-    if before is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            archive = subprocess.run(
-                ["git", "archive", before, "src", "tests"], cwd=ROOT, check=True, capture_output=True
-            )
-            subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-            run_looks(Path(folder), out / "before")
-
-
-def run_looks(tree: Path, out: Path) -> None:
-    """Run `looks.py` with the package and the tests of a tree."""
-    environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
-    command = [sys.executable, "-P", str(ROOT / "scripts" / "looks.py"), str(out.resolve())]
-    subprocess.run(command, cwd=tree, env=environment, check=True)
-    print(out)
 
 
 @contextmanager
@@ -107,15 +72,9 @@ def serving(model: str) -> Iterator[str]:
             process.terminate()
 
 
-def opened(browser: Browser, url: str, *, dark: bool = False, phone: bool = False, settings: str = "{}") -> Page:
+def opened(browser: Browser, url: str, *, settings: str = "{}") -> Page:
     """Open the chat page with settings, ready for a message."""
-    context = browser.new_context(
-        viewport=PHONE if phone else {"width": WIDTH, "height": HEIGHT},  # type: ignore[arg-type]
-        color_scheme="dark" if dark else "light",
-        has_touch=phone,
-        is_mobile=phone,
-        device_scale_factor=2 if phone else 1,
-    )
+    context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
     context.add_init_script(f"localStorage.setItem('nano-inference.settings', '{settings}')")
     page = context.new_page()
     page.set_default_timeout(_PATIENCE_MS)
@@ -140,7 +99,7 @@ def take(page: Page, name: str) -> None:
 
 
 def take_chats(browser: Browser, url: str) -> None:
-    """The page on a desktop, its tokens, and samples side by side."""
+    """The page on a desktop, and its tokens."""
     settings = '{"sampling": {"max_tokens": 120}, "seed": 7}'
     page = opened(browser, url, settings=settings)
     ask(page, QUESTION)
@@ -149,24 +108,6 @@ def take_chats(browser: Browser, url: str) -> None:
     page.get_by_role("button", name="Tokens").last.click()
     page.locator(".tokens .token.p3, .tokens .token.p4").first.click()
     take(page, "page-tokens")
-    page.context.close()
-    page = opened(browser, url, dark=True, settings=settings)
-    ask(page, QUESTION)
-    take(page, "page-dark")
-    page.context.close()
-    settings = '{"sampling": {"max_tokens": 60, "temperature": 1}, "seed": 3, "samples": 3}'
-    page = opened(browser, url, settings=settings)
-    ask(page, "Write two lines about the sea.", 3)
-    take(page, "page-comparison")
-    page.context.close()
-
-
-def take_phone(browser: Browser, url: str) -> None:
-    """The page on a phone."""
-    settings = '{"sampling": {"max_tokens": 60}, "seed": 7}'
-    page = opened(browser, url, phone=True, settings=settings)
-    ask(page, QUESTION)
-    take(page, "page-phone")
     page.context.close()
 
 
