@@ -1,7 +1,7 @@
 """Play a new user on a fresh clone, with empty home and caches: seconds and bytes downloaded for each step.
 
 `laptop` runs `make demo` and asks one question in a chat; `script` installs into an environment of its own and runs the
-Python of docs/getting-started.md; `page` starts a server and loads its chat page, as a browser does.
+Python of README.md; `page` starts a server and loads its chat page, as a browser does.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def script(user: User) -> None:
     user.do("install_torch.py", lambda: installed(user.run(PYTHON, "scripts/install_torch.py", str(venv))))
     user.do("pip install '.[grammar]'", lambda: installed(user.run(f"{venv}/bin/pip", "install", ".[grammar]")))
     code = user.home / "first.py"
-    code.write_text(first_rollout((user.clone / "docs" / "getting-started.md").read_text(encoding="utf-8")))
+    code.write_text(first_rollout((user.clone / "README.md").read_text(encoding="utf-8")))
     user.do("the first rollout", lambda: last_line(user.run(f"{venv}/bin/python", str(code), where=user.home)))
 
 
@@ -144,9 +144,9 @@ def ask(user: User, venv: str) -> str:
 
 
 def first_rollout(text: str) -> str:
-    """Return the Python block below "The first rollout"."""
-    found = re.search(r"^## The first rollout\n.*?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert found is not None, "docs/getting-started.md has no Python below 'The first rollout'"
+    """Return the Python block below "Sample a rollout"."""
+    found = re.search(r"^## Sample a rollout\n.*?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert found is not None, "README.md has no Python below 'Sample a rollout'"
     return found[1]
 
 

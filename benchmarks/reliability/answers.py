@@ -41,7 +41,7 @@ async def r14(lab: Lab) -> Finding:
             total, wrong, parted = total + tokens, wrong + bad, parted + (bad > 0)
     share = 1 - wrong / max(1, total)
     figures = {"tokens": total, "differing": wrong, "answers that parted": parted, "same %": round(100 * share, 3)}
-    note = "tokens after the first that differs count as differing; docs/batch-dependence.md" if wrong else ""
+    note = "tokens after the first that differs count as differing; docs/performance.md" if wrong else ""
     return Finding(figures=figures, is_ok=total > 0 and share >= 0.999, note=note)
 
 

@@ -333,7 +333,7 @@ async def r9(lab: Lab) -> Finding:
         "tokens differing": wrong,
         "requests differing": sum(differing([a], [b])[1] > 0 for a, b in zip(alone, together, strict=True)),
     }
-    note = "float32 sums depend on the batch here: docs/batch-dependence.md" if wrong else ""
+    note = "float32 sums depend on the batch here: docs/performance.md" if wrong else ""
     return Finding(figures=figures, is_ok=finished == 32 and preemptions > 0 and wrong == 0, note=note)
 
 
@@ -375,7 +375,7 @@ async def r11(lab: Lab) -> Finding:
         "largest |Δ logprob|": f"{worst:.1e}",
     }
     is_ok = preemptions > 0 and wrong == 0 and worst <= 1e-4 and total > 0
-    note = "grammars: not yet" + ("; float32 sums depend on the batch: docs/batch-dependence.md" if wrong else "")
+    note = "grammars: not yet" + ("; float32 sums depend on the batch: docs/performance.md" if wrong else "")
     return Finding(figures=figures, is_ok=is_ok, note=note)
 
 

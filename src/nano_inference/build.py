@@ -150,7 +150,7 @@ def assemble(
     library = pick_kernels(config, device)
     kernels = None if library is not None else pick_cuda_kernels(config, device)
     if config.deterministic and library is None and kernels is None:
-        raise ValueError("deterministic: requires the CPU or the CUDA kernels (docs/batch-dependence.md)")
+        raise ValueError("deterministic: requires the CPU or the CUDA kernels (docs/performance.md)")
     check_cache_fits(config.kv_cache_bytes, device)
     kinds = installed_kinds() if kinds is None else kinds
     checkpoint = opened(config, kinds, default_cache(os.environ))

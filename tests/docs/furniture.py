@@ -1,4 +1,4 @@
-"""What lies in the directory where a page's code runs, and the names that its Python finds: all of it, openly.
+"""What lies in the directory where a page's code runs.
 
 A page says `checkpoint` or `prompts.txt` where a reader has files of their own. Here are tiny ones under these names.
 """
@@ -6,14 +6,8 @@ A page says `checkpoint` or `prompts.txt` where a reader has files of their own.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-import transformers
-
-from tests.models.written import smollm2_config
 from tests.nanochat.tiny import base_meta, write_checkpoint, write_tokenizer
 
 NANOCHAT_HOME = "nanochat"
@@ -35,20 +29,7 @@ def furnish(place: Path, tiny: Path) -> None:
     write_tokenizer(flat)
 
 
-def a_policy() -> Mapping[str, Any]:
-    """`model` of the README: what the trainer trains. Random weights in the default model's shape."""
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(smollm2_config())
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        torch.nn.init.constant_(parameter, 0.01)
-    return {"model": model}
-
-
-NAMES: Mapping[str, Callable[[], Mapping[str, Any]]] = {"README.md": a_policy}
-"""Names that a page's Python finds: a function for each page that has any. Every other page begins with none."""
-
-DEFAULT_MODEL = frozenset({"README.md", "docs/getting-started.md", "docs/index.md"})
+DEFAULT_MODEL = frozenset({"README.md", "docs/run.md", "docs/index.md", "docs/architecture.md"})
 """Pages whose Python opens the default model."""
 
 TRAINED = frozenset({"docs/rl.md"})

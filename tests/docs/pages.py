@@ -16,6 +16,7 @@ LINKING = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
 _CODE_SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _LINK = re.compile(r"\]\(\s*<?([^\s)>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_PICTURE = re.compile(r"<(?:img|source)[^>]* src(?:set)?=\"([^\"]+)\"")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
@@ -81,6 +82,11 @@ def prose_of(text: str) -> str:
 def links_in(text: str) -> list[str]:
     """Return where a page's links and images lead, as they are written."""
     return _LINK.findall(_CODE_SPAN.sub("", prose_of(text)))
+
+
+def images_in(text: str) -> list[str]:
+    """Return the pictures of a page that are written as HTML."""
+    return _PICTURE.findall(prose_of(text))
 
 
 def spans_in(text: str) -> list[str]:

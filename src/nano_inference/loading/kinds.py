@@ -1,7 +1,7 @@
 """The tables of model formats, model families and tokenizers, with those of installed packages; `opened` uses them.
 
 Packages add rows by entry points (`nano_inference.formats`, `nano_inference.families`, `nano_inference.tokenizers`;
-see docs/adding-a-model.md). The tables are built anew by each call.
+see docs/models.md). The tables are built anew by each call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`Dialect`: one HTTP interface as a record of its routes; the server has a table of dialects.
 
 An installed package adds a dialect by an entry point in the group `nano_inference.dialects`
-(docs/adding-a-dialect.md).
+(docs/extending.md).
 """
 
 from __future__ import annotations

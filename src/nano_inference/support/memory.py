@@ -47,7 +47,7 @@ class Slabs:
     """Allocates small tensors from larger slabs of zeroed memory on huge pages.
 
     A slab is freed with the last tensor in it. Reading weights from pages of 4 KiB is 10% slower, because of address
-    translation (docs/decisions/0010-kernel-memory.md).
+    translation (docs/performance.md).
     """
 
     def __init__(self, slab_bytes: int = 32 << 20, allocate: Callable[[int], Tensor] | None = None) -> None:

@@ -20,7 +20,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return x W^T + b, [T, N]; in column-major layout if that product is faster.
 
     On a CPU, MKL's float32 product of a few dozen rows is about twice as fast with the weights as its left factor
-    (measured in docs/decisions/0003-linear-layers.md), unlike with one or two rows or with many.
+    (measured in docs/performance.md), unlike with one or two rows or with many.
     """
     if x_TK.device.type != "cpu" or x_TK.size(0) not in _SWAPPED_ROWS:
         return functional.linear(x_TK, weight_NK, bias_N)
