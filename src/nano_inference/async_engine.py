@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from nano_inference.core.admission import requests_for, score_starts, scoring_request
+from nano_inference.core.admission import requests_for, scoring_requests
 from nano_inference.core.outbox import Outbox
 from nano_inference.types import (
     BadRequest,
@@ -277,10 +277,16 @@ class AsyncEngine(Generic[Engine]):
                 for _, delta in await outbox.take():
                     yield delta
 
-    async def score(self, token_ids: Sequence[int], start: int = 0, *, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        start: int = 0,
+        *,
+        temperature: float = 1.0,
+        params: SamplingParams | None = None,
+    ) -> list[float]:
         """Return what `InferenceEngine.score` does for one text. Raises `EngineDead` too."""
-        (start,) = score_starts(start, 1)
-        (sample,) = await self._samples([scoring_request(token_ids, start, temperature)])
+        (sample,) = await self._samples(scoring_requests([token_ids], start, temperature, params))
         if sample.finish_reason == "abort":
             raise ValueError(f"token_ids: {sample.stop_reason or 'the request was aborted'}")
         return list(sample.prompt_logprobs or ())

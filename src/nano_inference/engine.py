@@ -14,7 +14,7 @@ from typing import NoReturn, Self, TypeVar
 
 from nano_inference.build import EngineParts, assemble, chat_params, copied_parts
 from nano_inference.config import EngineConfig, config_of
-from nano_inference.core.admission import Admission, Limits, requests_for, score_starts, scoring_request, texts_of
+from nano_inference.core.admission import Admission, Limits, requests_for, scoring_requests, texts_of
 from nano_inference.core.cache import KVManager
 from nano_inference.core.core import Core
 from nano_inference.core.driving import Driving
@@ -234,16 +234,24 @@ class InferenceEngine:
             return self._mail.take_deltas(request_ids)
 
     def score(
-        self, token_ids: Seq[int] | Seq[Seq[int]], start: int | Seq[int] = 0, *, temperature: float = 1.0
+        self,
+        token_ids: Seq[int] | Seq[Seq[int]],
+        start: int | Seq[int] = 0,
+        *,
+        temperature: float = 1.0,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[float] | list[list[float]]:
         """Return the log-probability of each token from position max(start, 1) on, given the tokens before it.
 
-        Takes one text or a list, and one `start` or one for each. Logits are divided by `temperature` (0 counts as 1).
+        Takes one text or a list, and one `start` or one for each. With a `start` above 0, the tokens from there on are
+        an answer. `params` are those that it was sampled with: penalties, bias, `min_tokens` and truncation are
+        repeated from the ids, in their `logprobs_mode`, and the values are the bits of `TrainingSample.logprobs` where
+        an executor's rows do not depend on the batch. A grammar or a token program is not repeated. Without `params`,
+        logits are divided by `temperature` alone (0 counts as 1).
         Raises `BadRequest`, `ValueError` if a log-probability is not finite, and `EnginePaused`.
         """
         texts, single = texts_of(token_ids)
-        starts = score_starts(start, len(texts))
-        requests = [scoring_request(ids, begin, temperature) for ids, begin in zip(texts, starts, strict=True)]
+        requests = scoring_requests(texts, start, temperature, params)
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 

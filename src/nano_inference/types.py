@@ -215,6 +215,8 @@ class EngineRequest:
     beginning: Beginning = FROM_THE_PROMPT
     score_start: int = 0
     """First position with a prompt log-probability, if `params.prompt_logprobs` is given."""
+    score_params: SamplingParams | None = None
+    """The tokens from `score_start` on are an answer that was sampled with these parameters, and are scored so."""
     is_streamed: bool = False
     """A client reads tokens as they come: a step samples only a few of a row (`core.scheduler.STREAM_LOOKAHEAD`)."""
     reports_prefill: bool = False

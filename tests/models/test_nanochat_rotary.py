@@ -214,3 +214,18 @@ def test_next_prompt_does_not_reuse_keys_of_generated_tokens(full: FullCase, ker
     assert list(second.completion_tokens) == greedy(full.gpt, prompt, 48)
     assert second.num_cached_tokens == 0
     assert (again.completion_tokens, again.num_cached_tokens > 0) == (second.completion_tokens, True)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_answer_is_scored_without_windows(full: FullCase, kernels: str) -> None:
+    params = SamplingParams(max_tokens=48, seed=1)
+    with core(full.directory, *FULL, kernels=kernels, max_tokens_per_batch=37) as ours:
+        samples = ours.generate(PROMPTS, params)
+        texts = [[*one.prompt_tokens, *one.completion_tokens] for one in samples]
+        starts = [len(one.prompt_tokens) for one in samples]
+        for _ in range(2):  # the second time without cached prefixes
+            found = ours.score(texts, starts, params=params)
+            for score, sample in zip(found, samples, strict=True):
+                exact = list(sample.logprobs)
+                assert score == (exact if kernels == "auto" else pytest.approx(exact, abs=2e-6))
+            ours.flush_cache()

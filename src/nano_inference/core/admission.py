@@ -130,6 +130,8 @@ def checked(
         check_partial(request, ids, max_new, limits)
     if params.stop and make_matcher is None:
         raise BadRequest("stop", "this engine was made without a tokenizer; use stop_token_ids or pass a matcher")
+    if request.score_params is not None:
+        request = replace(request, beginning=Beginning(max(0, len(ids) - request.score_start)))
     salt = f"{request.salt}\n{len(ids) - request.beginning.num_tokens}" if limits.caches_by_prompt else request.salt
     return replace(request, prompt=ids, salt=salt, make_matcher=make_matcher), max_new
 
@@ -148,6 +150,10 @@ def check_fields(request: EngineRequest, limits: Limits) -> tuple[int, ...]:
     if request.params.pooling is not None and request.num_samples != 1:
         raise BadRequest("num_samples", f"must be 1 with pooling, got {request.num_samples}")
     check_tokens(request.params, limits)
+    if request.score_params is not None:
+        if not isinstance(request.score_params, SamplingParams):
+            raise BadRequest("params", f"must be SamplingParams, got {type(request.score_params).__name__}")
+        check_tokens(request.score_params, limits)
     return ids
 
 
@@ -288,7 +294,34 @@ def requests_for(
     ]
 
 
-def scoring_request(token_ids: Seq[int], start: int, temperature: float) -> EngineRequest:
-    """Return the request that computes the log-probabilities of a text from `start` on."""
-    params = SamplingParams(temperature=temperature, max_tokens=0, prompt_logprobs=0, logprobs_mode="tempered")
-    return EngineRequest(prompt=token_ids, params=params, score_start=start)
+def scoring_requests(
+    texts: Seq[Seq[int]],
+    start: int | Seq[int],
+    temperature: float,
+    params: SamplingParams | Seq[SamplingParams] | None,
+) -> list[EngineRequest]:
+    """Return the requests that compute the log-probabilities of texts from `start` on. Raises `BadRequest`.
+
+    Tokens from a start above 0 are an answer, sampled with `params`, or with `temperature` alone.
+    """
+    starts = score_starts(start, len(texts))
+    tempered = SamplingParams(temperature=temperature, logprobs_mode="tempered")
+    if params is None:
+        sampled: Seq[SamplingParams] = [tempered] * len(texts)
+    elif temperature != 1:
+        raise BadRequest("temperature", "give it in params, which are given too")
+    elif 0 in starts:
+        raise BadRequest("start", "must be at least 1 with params: the tokens before it are the prompt")
+    else:
+        sampled = [params] * len(texts) if isinstance(params, SamplingParams) else params
+        if not isinstance(sampled, list | tuple) or len(sampled) != len(texts):
+            raise BadRequest("params", f"must be SamplingParams, or a list of them for {len(texts)} texts")
+    return [
+        EngineRequest(
+            prompt=ids,
+            params=replace(tempered, max_tokens=0, prompt_logprobs=0),
+            score_start=begin,
+            score_params=one if begin else None,
+        )
+        for ids, begin, one in zip(texts, starts, sampled, strict=True)
+    ]

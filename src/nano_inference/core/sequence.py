@@ -104,7 +104,7 @@ class Sequence:
     @property
     def has_penalties(self) -> bool:
         """Whether penalties make sampling depend on earlier tokens."""
-        params = self.request.params
+        params = self.request.score_params or self.request.params
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
 
     @property
@@ -187,7 +187,8 @@ def start_sequences(
     and `ValueError` for an invalid mask.
     """
     params = request.params
-    stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+    sampled = request.score_params or params
+    stop_ids = frozenset(sampled.stop_token_ids) | (frozenset() if sampled.ignore_eos else eos_token_ids)
     sequences: list[Sequence] = []
     for index in range(request.num_samples):
         matcher = request.make_matcher() if request.make_matcher else None
@@ -205,7 +206,7 @@ def start_sequences(
                 leader=sequences[0] if sequences else None,
                 matcher=matcher,
                 program_state=request.program.start() if request.program else None,
-                logprobs_mode=params.logprobs_mode or logprobs_mode,
+                logprobs_mode=sampled.logprobs_mode or logprobs_mode,
                 token_mask=mask_of(matcher) if matcher else None,
             )
         )
@@ -297,10 +298,11 @@ def to_row(seq: Sequence, num_tokens: int, num_sampled: int, drafts: tuple[int, 
         request_id=seq.request_id,
         banned=seq.banned if num_sampled else (),
         mask=seq.token_mask if num_sampled else None,
-        history=tuple(tokens) if num_sampled and seq.has_penalties else (),
+        history=tuple(tokens) if (num_sampled or request.score_params) and seq.has_penalties else (),
         num_prompt=num_prompt - request.beginning.num_tokens,
         score_from=seq.next_score,
         score_end=num_prompt,
+        score_params=request.score_params,
         next_token=tokens[end] if end < len(tokens) else -1,
         pool_from=seq.pool_from(end),
         num_drafts=len(drafts),

@@ -31,6 +31,9 @@ class Row(NamedTuple):
     score_from: int | None = None
     """Report the log-probabilities of known tokens from this position on that this row computes."""
     score_end: int = 0  # the position after the last token to score
+    score_params: SamplingParams | None = None
+    """The known tokens were sampled with these parameters: their log-probabilities are those of draws. None scores the
+    model's logits, at the temperature of `params`."""
     next_token: int = -1  # the known token after the last one, scored at the end of a prompt chunk; -1 if there is none
     pool_from: int | None = None
     """Report the sum of the last hidden states from this position on that this row computes."""

@@ -112,8 +112,9 @@ def pooled(rows: Rows) -> dict[int, range]:
 
 
 class Scored(NamedTuple):
-    """The prompt tokens whose log-probabilities one row reports."""
+    """The known tokens whose log-probabilities one row reports."""
 
+    first: int  # position of the first target
     indices: range  # tokens of the step that precede the targets
     targets: tuple[int, ...]
 
@@ -128,7 +129,7 @@ def scored(rows: Rows) -> dict[int, Scored]:
         known = known[: max(0, row.score_end - row.start - 1)]
         skip = max(0, row.score_from - row.start - 1)
         if skip < len(known):
-            found[index] = Scored(range(offset + skip, offset + len(known)), known[skip:])
+            found[index] = Scored(row.start + skip + 1, range(offset + skip, offset + len(known)), known[skip:])
     return found
 
 

@@ -156,6 +156,20 @@ def _extras(
     return tuple(DrawExtras(raw_logprobs.get(i), mask) for i, mask in enumerate(masks))
 
 
+def adjust_scored(logits_BV: Tensor, rows: Sequence[Row | None], vocabulary: Vocabulary) -> None:
+    """Give logits, in place, the values that the log-probability of a draw is computed from; None leaves a row's."""
+    drawn = [(index, row) for index, row in enumerate(rows) if row is not None]
+    for index, row in drawn:
+        adjust_logits(logits_BV[index], vocabulary.local(row))
+    cut = [(index, row) for index, row in drawn if row.logprobs_mode == "processed" and truncation_of(row).is_active]
+    if cut:
+        places = [index for index, _ in cut]
+        logits_RV = logits_BV[places]
+        scaled_RV = scaled(logits_RV, [row.params.temperature for _, row in cut], vocabulary)
+        vocabulary.truncate(logits_RV, scaled_RV, [truncation_of(row) for _, row in cut])
+        logits_BV[places] = logits_RV
+
+
 class _Kept(NamedTuple):
     """A copy of some rows' logits, from before they were modified."""
 

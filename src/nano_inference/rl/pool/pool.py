@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from nano_inference.core.admission import checked, requests_for, score_starts, scoring_request, texts_of
+from nano_inference.core.admission import checked, requests_for, scoring_requests, texts_of
 from nano_inference.core.seeds import derive_seed
 from nano_inference.rl.pool.members import Members
 from nano_inference.rl.pool.updates import Updates
@@ -123,12 +123,16 @@ class RolloutPool:
         return PoolStream(self._loop, self._members.stream(job, session))
 
     def score(
-        self, token_ids: Seq[int] | Seq[Seq[int]], start: int | Seq[int] = 0, *, temperature: float = 1.0
+        self,
+        token_ids: Seq[int] | Seq[Seq[int]],
+        start: int | Seq[int] = 0,
+        *,
+        temperature: float = 1.0,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[float] | list[list[float]]:
         """Return log-probabilities of the texts' tokens, as `InferenceEngine.score` does."""
         texts, single = texts_of(token_ids)
-        starts = score_starts(start, len(texts))
-        requests = [scoring_request(ids, begin, temperature) for ids, begin in zip(texts, starts, strict=True)]
+        requests = scoring_requests(texts, start, temperature, params)
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 
