@@ -1,0 +1,170 @@
+"""Log-probabilities with the engine's values and a gradient: `train_logprobs` and `exact_values`.
+
+Shapes: N scored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nano_inference.engine import InferenceEngine
+from nano_inference.rl.exact.policy import Policy, exact_executor
+from nano_inference.rl.exact.program import Texts, logprobs
+from nano_inference.types import BadRequest, SamplingParams, TrainingSample
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def train_logprobs(
+    policy: Policy,
+    samples: Sequence[TrainingSample] | Sequence[Sequence[int]],
+    starts: Sequence[int] | None = None,
+    *,
+    temperature: float = 1.0,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    values: Tensor | None = None,
+) -> Tensor:
+    """Return the log-probabilities of samples' tokens, concatenated [N] float32: the engine's bits, differentiable.
+
+    `samples`, or texts and the position `starts` of each one's first scored token, at least 1. A sample's forced tokens
+    (mask 0) are 0 and have no gradient. The distribution is that of `temperature`, or of `params`, as in
+    `InferenceEngine.score`. `values` [N] skips scoring where they are known.
+    The forward pass is the engine's, with the weights of `Policy.sync`; the backward pass recomputes the model's
+    program in torch, in the parameters' precision (float32 at least), and differs from an exact gradient by about 1e-6.
+    Raises `StaleWeights`, and `BadRequest` for a sample of several versions of the weights.
+    """
+    policy.check()
+    texts, first, mask_N = _texts_of(samples, starts)
+    if values is None:
+        values = _scored(policy.engine, texts, first, temperature, params)
+    elif values.shape != mask_N.shape:
+        raise BadRequest("values", f"must be [{len(mask_N)}], one for each token, got {list(values.shape)}")
+    each = [params] * len(texts) if params is None or isinstance(params, SamplingParams) else list(params)
+    plain = SamplingParams(temperature=temperature, logprobs_mode="tempered")
+    asked = Texts(
+        texts, first, [one or plain for one in each], [_stop_ids(policy.engine, one or plain) for one in each]
+    )
+    values = torch.where(mask_N, values, 0.0)
+    return cast(Tensor, _Recomputed.apply(values, mask_N, policy, asked, *policy.leaves))  # type: ignore[no-untyped-call]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def exact_values(
+    engine: InferenceEngine,
+    samples: Sequence[TrainingSample],
+    *,
+    mine: Tensor,
+    temperature: float = 1.0,
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+) -> Tensor:
+    """Return the engine's log-probabilities of all sampled tokens, in order, with the gradient of `mine`.
+
+    `mine` [N] are the trainer's own: of any model, adapter or wrapper with the engine's weights. Scored anew, so that a
+    comparison with `TrainingSample.logprobs` is a check. Raises as `train_logprobs` does, except for stale weights.
+    """
+    exact_executor(engine)
+    texts, starts, mask_N = _texts_of(samples, None)
+    values = _scored(engine, texts, starts, temperature, params)[mask_N]
+    return with_values(mine, values)
+
+
+def with_values(mine: Tensor, values: Tensor) -> Tensor:
+    """Return `values` with the gradient of `mine`, in its dtype and on its device. Raises `BadRequest`."""
+    if mine.shape != values.shape:
+        raise BadRequest(
+            "mine", f"must have the shape {list(values.shape)} of the sampled tokens, got {list(mine.shape)}"
+        )
+    return cast(Tensor, _Replaced.apply(mine, values.to(mine)))  # type: ignore[no-untyped-call]
+
+
+def _texts_of(
+    samples: Sequence[TrainingSample] | Sequence[Sequence[int]], starts: Sequence[int] | None
+) -> tuple[list[list[int]], list[int], Tensor]:
+    """Return texts, starts and, for each token from there on, whether it was sampled."""
+    if starts is not None:
+        texts = [list(cast(Sequence[int], ids)) for ids in samples]
+        if len(starts) != len(texts) or any(start < 1 for start in starts):
+            raise BadRequest("starts", f"must be one position >= 1 for each of {len(texts)} texts, got {starts!r}")
+        count = sum(max(0, len(ids) - start) for ids, start in zip(texts, starts, strict=True))
+        return texts, list(starts), torch.ones(count, dtype=torch.bool)
+    given = cast(Sequence[TrainingSample], samples)
+    for index, one in enumerate(given):
+        if not isinstance(one, TrainingSample):
+            raise BadRequest("samples", f"must be TrainingSamples, or texts with starts, got {type(one).__name__}")
+        if len(set(one.token_versions)) > 1:
+            raise BadRequest(
+                "samples",
+                f"sample {index} was sampled with the weights {sorted(set(one.token_versions))}: no one model has its "
+                "log-probabilities; leave it out, or give texts and starts",
+            )
+    mask = list(chain.from_iterable(one.mask for one in given))
+    return (
+        [[*one.prompt_tokens, *one.completion_tokens] for one in given],
+        [len(one.prompt_tokens) for one in given],
+        torch.tensor(mask, dtype=torch.bool),
+    )
+
+
+def _scored(
+    engine: InferenceEngine,
+    texts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    temperature: float,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+) -> Tensor:
+    found = engine.score(texts, starts, temperature=temperature, params=params) if texts else []
+    return torch.tensor(list(chain.from_iterable(cast(list[list[float]], found))), dtype=torch.float32)
+
+
+def _stop_ids(engine: InferenceEngine, params: SamplingParams) -> frozenset[int]:
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.limits.eos_token_ids)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Given values; the backward pass recomputes the program."""
+
+    @staticmethod
+    def forward(ctx: Any, values_N: Tensor, mask_N: Tensor, policy: Policy, texts: Texts, *leaves: Tensor) -> Tensor:
+        ctx.policy, ctx.texts = policy, texts
+        ctx.save_for_backward(mask_N, *leaves)  # an optimizer step before the backward pass then raises
+        return values_N.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
+        mask_N, *leaves = ctx.saved_tensors
+        policy: Policy = ctx.policy
+        wanted = [i for i, is_needed in enumerate(ctx.needs_input_grad[4:]) if is_needed]
+        with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
+            own = [leaf.detach().requires_grad_(i in wanted) for i, leaf in enumerate(leaves)]
+            tensors = {name: _computed(value) for name, value in zip(policy.names, own, strict=True)}
+            out_N = logprobs(policy.program, tensors, ctx.texts, by_layer=policy.by_layer)
+            found = torch.autograd.grad(
+                out_N, [own[i] for i in wanted], (grad_N * mask_N.to(grad_N.device)).to(out_N), allow_unused=True
+            )
+        grads: list[Tensor | None] = [None] * len(leaves)
+        for i, one in zip(wanted, found, strict=True):
+            grads[i] = one
+        return None, None, None, None, *grads
+
+
+def _computed(value: Tensor) -> Tensor:
+    """Return a parameter in the precision of the backward pass: float64, or float32 as the kernels compute."""
+    return value if value.dtype == torch.float64 else value.float()
+
+
+class _Replaced(torch.autograd.Function):
+    """Values of one tensor, gradient of another."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None

@@ -1,0 +1,105 @@
+"""`Policy`: a trainer's parameters and an engine with the same weights; raises if they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nano_inference.engine import InferenceEngine
+from nano_inference.executors.protocol import Executor
+from nano_inference.rl.exact.program import unsupported
+from nano_inference.types import BadRequest
+
+
+class StaleWeights(RuntimeError):
+    """The parameters, or the engine's weights, changed since `Policy.sync`."""
+
+
+def exact_executor(engine: InferenceEngine) -> Executor:
+    """Return the engine's executor. Raises `BadRequest` naming the option if its rows depend on the batch."""
+    if engine.config.tensor_parallel > 1:
+        raise BadRequest("tensor_parallel", "must be 1: sums over ranks are not those of one process")
+    executor = engine.parts.executor
+    if executor is None:
+        raise BadRequest("engine", "has no executor of its own")
+    if executor.device.type == "cpu" and executor.code == "torch":
+        raise BadRequest("kernels", "must not be off: torch's products depend on the number of rows")
+    if executor.device.type != "cpu" and not engine.config.deterministic:
+        raise BadRequest("deterministic", "must be true on this device: its products depend on the number of rows")
+    return executor
+
+
+class Policy:
+    """Owns the link between parameters and an engine: installs them, and notices when one of both changes."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        parameters: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        by_layer: bool = True,
+    ) -> None:
+        """`parameters` are a module's, or named ones, by the names that `update_weights` takes; tied ones once.
+
+        `optimizer`: each of its steps counts as a change, also that of a fused one, which torch's counters of changes
+        miss. `by_layer` keeps one residual a layer for the backward pass and computes the rest again.
+        Raises `BadRequest` for an engine that is not exact, for dropout in training, for a module wrapped by
+        `DistributedDataParallel`, for an operation without gradient, and for missing parameters.
+        """
+        self.program = exact_executor(engine).program
+        missing = unsupported(self.program)
+        if missing:
+            raise BadRequest("engine", f"its model has operations without a gradient: {', '.join(missing)}")
+        if isinstance(parameters, nn.Module):
+            _check_module(parameters)
+            parameters = parameters.named_parameters()
+        named = {name.replace("_orig_mod.", ""): value for name, value in dict(parameters).items()}  # compiled modules
+        known = {self.program.tied_names.get(name, name): value for name, value in named.items()}
+        self.names = tuple(spec.name for spec in self.program.weights)
+        absent = [name for name in self.names if name not in known]
+        if absent:
+            raise BadRequest("parameters", f"lack {len(absent)} of the model's weights, the first is {absent[0]}")
+        self.engine, self.by_layer = engine, by_layer
+        self.leaves = tuple(known[name] for name in self.names)
+        self._named = named
+        self._installed: tuple[Any, ...] | None = None  # `_state` after the last `sync`
+        if optimizer is not None:
+            optimizer.register_step_post_hook(lambda *_: self.changed())
+
+    def sync(self) -> int:
+        """Install the parameters in the engine if they changed; return the version. Call after each optimizer step."""
+        if self._installed is None or self._installed != self._state():
+            self.engine.update_weights({name: value.detach() for name, value in self._named.items()}, blocking=True)
+            self._installed = self._state()
+        return self.engine.weight_info().version
+
+    def changed(self) -> None:
+        """Report a change of parameters that torch does not count, such as one through `.data`."""
+        self._installed = None
+
+    def check(self) -> None:
+        """Raise `StaleWeights` if the engine does not have the parameters of now."""
+        if self._installed is None:
+            raise StaleWeights("the parameters have changed, or were never installed: call sync()")
+        if self._installed != self._state():
+            raise StaleWeights("the parameters or the engine's weights have changed: call sync()")
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return the engine's version and each parameter's memory and count of in-place changes."""
+        return (self.engine.weight_info().version, *((leaf.data_ptr(), leaf._version) for leaf in self.leaves))
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise BadRequest(
+            "parameters", "of DistributedDataParallel: its gradients would not be averaged; exact_values is"
+        )
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Dropout) and part.p > 0 and part.training:
+            raise BadRequest(
+                "parameters", f"{name} drops values in training, the engine does not; call eval() or set p=0"
+            )
