@@ -92,6 +92,8 @@ def check_supported(request: EngineRequest) -> None:
     params = request.params
     if params.prompt_logprobs is not None and params.temperature != 1 and params.max_tokens == 0:
         raise BadRequest("temperature", f"workers at URLs score at temperature 1, got {params.temperature:g}")
+    if request.score_params not in (None, SamplingParams(logprobs_mode="tempered")):
+        raise BadRequest("params", "workers at URLs score the plain distribution; use engines in this process or Ray")
     if params.logprob_token_ids and params.logprobs:
         raise BadRequest("logprobs", "workers at URLs report logprob_token_ids or the most probable tokens, not both")
     if params.logprobs_mode is not None and params.max_tokens != 0:
