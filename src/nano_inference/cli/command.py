@@ -34,13 +34,13 @@ class Command:
 
 def _own(words: str, arguments: str = "") -> Command:
     """Return a command of this package; its function has the name of its words."""
-    target = f"nano_inference.cli.commands:{words.replace(' ', '_')}"
+    target = f"nano_inference.cli.commands:{words.replace(' ', '_').replace('-', '_')}"
     return Command(words=words, target=target, arguments=arguments)
 
 
 OWN_COMMANDS = (
     *(_own("chat"), _own("generate", " [PROMPT]"), _own("serve"), _own("bench"), _own("tokenize", " [TEXT]")),
-    *(_own("doctor"), _own("completion"), _own("models list"), _own("models pull", " NAME")),
+    *(_own("rl-check", " URL"), _own("doctor"), _own("completion"), _own("models list"), _own("models pull", " NAME")),
     *(_own("models info", " [NAME]"), _own("models rm", " NAME")),
 )
 

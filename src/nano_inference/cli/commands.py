@@ -152,6 +152,36 @@ def bench(
     return work.run(workload, repeat, engine, common)
 
 
+def rl_check(
+    url: Annotated[str, Parameter(help="the server, such as http://127.0.0.1:8000")],
+    /,
+    *,
+    dialect: Annotated[Literal["vllm", "sglang"], Parameter(help="whose requests to send")] = "vllm",
+    vocab: Annotated[int, Parameter(help="the model's number of token ids")],
+    a: Annotated[str | None, Parameter(help="directory of the weights that the server starts with")] = None,
+    b: Annotated[str | None, Parameter(help="directory of other weights")] = None,
+    bad: Annotated[str | None, Parameter(help="directory of weights with a NaN")] = None,
+    adapter: Annotated[str | None, Parameter(help="directory of a LoRA adapter")] = None,
+    pid: Annotated[int | None, Parameter(help="the server's process, whose memory is read")] = None,
+    tolerance: Annotated[float, Parameter(help="largest difference of log-probabilities that count as equal")] = 0.0,
+    long: Annotated[int, Parameter(help="tokens of an answer that is interrupted")] = 1500,
+    only: Annotated[str | None, Parameter(help="run the checks whose names contain this")] = None,
+    api_key: Annotated[str | None, Parameter(help="the server's key")] = None,
+    as_json: JsonFlag = False,
+) -> int:
+    """Check what an RL trainer may rely on in a rollout server: this one, vLLM or SGLang.
+
+    nano-inference rl-check http://127.0.0.1:8000 --vocab 49152
+    """
+    from nano_inference.cli.rl_check import checks
+    from nano_inference.cli.rl_check import run as work
+
+    options = checks.Options(
+        vocab_size=vocab, a=a, b=b, bad=bad, adapter=adapter, pid=pid, tolerance=tolerance, long=long
+    )
+    return work.run(url, dialect, options, key=api_key, only=only.replace(" ", "_") if only else None, as_json=as_json)
+
+
 def tokenize(
     text: Annotated[str | None, Parameter(help="the text; read from stdin if not given")] = None,
     /,
