@@ -11,7 +11,6 @@ priority 15, so that any other work on the machine slows them down. The last lin
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -24,11 +23,12 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from harness import alternate, options, print_row, random_ids
+
 from nano_inference import EngineConfig, InferenceEngine, RayFleet, RolloutPool, SamplingParams
 
 PROCESSES = multiprocessing.get_context("spawn")
-Prompts = list[list[int]]
-Contender = Callable[[Prompts, SamplingParams, int], object]
+Generate = Callable[[list[list[int]], SamplingParams, int], Any]
 
 
 def serve(config: EngineConfig, work: Connection) -> None:
@@ -40,81 +40,68 @@ def serve(config: EngineConfig, work: Connection) -> None:
 
 
 @contextmanager
-def processes(config: EngineConfig, count: int) -> Iterator[Contender]:
+def processes(config: EngineConfig, count: int) -> Iterator[Generate]:
     """Open engine processes; yield a function that divides the prompts among them."""
     ends = [PROCESSES.Pipe() for _ in range(count)]
     running = [PROCESSES.Process(target=serve, args=(config, theirs), daemon=True) for _, theirs in ends]
-    for one in running:
-        one.start()
-    ours = [mine for mine, _ in ends]
-    for one in ours:
-        one.recv()
+    for process in running:
+        process.start()
+    for ours, _ in ends:
+        ours.recv()
 
-    def run(prompts: Prompts, params: SamplingParams, num_samples: int) -> int:
-        for index, one in enumerate(ours):
-            one.send((prompts[index::count], params, num_samples))
-        return sum(one.recv() for one in ours)
+    def run(prompts: list[list[int]], params: SamplingParams, num_samples: int) -> int:
+        for index, (ours, _) in enumerate(ends):
+            ours.send((prompts[index::count], params, num_samples))
+        return sum(ours.recv() for ours, _ in ends)
 
     yield run
-    for one in ours:
-        one.send(None)
-    for process in running:
+    for (ours, _), process in zip(ends, running, strict=True):
+        ours.send(None)
         process.join()
 
 
-def work_of(round_number: int, args: argparse.Namespace) -> Prompts:
-    """Return a round's prompts: random ids, and longer and shorter ones."""
-    rng = random.Random(round_number)
-    return [[rng.randrange(1000, 30_000) for _ in range(rng.randrange(16, 64))] for _ in range(args.prompts)]
-
-
-def measure(contenders: dict[str, Contender], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return each contender's seconds of every round."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(args.rounds + 1):
-        prompts = work_of(number, args)
-        params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=number)
-        results: dict[str, Any] = {}
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            results[name] = run(prompts, params, args.samples)
-            if number:  # round 0 warms up
-                seconds[name].append(time.perf_counter() - start)
-        tokens = [[sample.completion_tokens for sample in results[name]] for name in ("one engine", "pool")]
-        assert tokens[0] == tokens[1], "the pool's samples differ from one engine's"
-    return seconds
-
-
 def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="what EngineConfig.model_path takes")
+    parser = options(__doc__)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=4, help="samples of each prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each sample")
-    args = parser.parse_args()
+    given = parser.parse_args()
     os.environ["PYTHONSAFEPATH"] = "1"  # a spawned Python would look for modules in the current directory first
     os.environ.setdefault("RAY_worker_niceness", "0")
-    config = EngineConfig(model_path=args.model, device="cpu", num_threads=1, kv_cache_bytes=256 << 20)
+    config = EngineConfig(model_path=given.model, device="cpu", num_threads=1, kv_cache_bytes=256 << 20)
+    results: dict[str, Any] = {}
     with ExitStack() as stack:
         one = stack.enter_context(InferenceEngine(config))
-        threaded = stack.enter_context(InferenceEngine(replace(config, num_threads=args.replicas)))
-        pool = stack.enter_context(RolloutPool(RayFleet(config, args.replicas)))
-        contenders: dict[str, Contender] = {
+        threaded = stack.enter_context(InferenceEngine(replace(config, num_threads=given.replicas)))
+        pool = stack.enter_context(RolloutPool(RayFleet(config, given.replicas)))
+        contenders: dict[str, Generate] = {
             "one engine": one.generate,
             "one engine, all threads": threaded.generate,
-            "processes without Ray": stack.enter_context(processes(config, args.replicas)),
+            "processes without Ray": stack.enter_context(processes(config, given.replicas)),
             "pool": pool.generate,
         }
-        seconds = {name: statistics.median(times) for name, times in measure(contenders, args).items()}
-    num_tokens = args.prompts * args.samples * args.tokens
-    for name, time_s in seconds.items():
-        print(f"{name:25} {time_s:7.2f} s  {num_tokens / time_s:8.0f} tokens/s")
-    ratios = {name: round(time_s / seconds["pool"], 3) for name, time_s in seconds.items() if name != "pool"}
-    print("speed of the pool as a multiple of:")
-    print(json.dumps({"replicas": args.replicas, "tokens": num_tokens, **ratios}))
+
+        def seconds(name: str, number: int) -> float:
+            rng = random.Random(number)
+            prompts = [random_ids(rng, rng.randrange(16, 64)) for _ in range(given.prompts)]
+            params = SamplingParams(max_tokens=given.tokens, ignore_eos=True, seed=number)
+            started = time.perf_counter()
+            results[name] = contenders[name](prompts, params, given.samples)
+            took = time.perf_counter() - started
+            if name == "pool":
+                mine, pools = ([one.completion_tokens for one in results[side]] for side in ("one engine", "pool"))
+                assert mine == pools, "the pool's samples differ from one engine's"
+            return took
+
+        measures = {name: lambda number, name=name: seconds(name, number) for name in contenders}
+        found = {name: statistics.median(times) for name, times in alternate(measures, given.rounds).items()}
+    num_tokens = given.prompts * given.samples * given.tokens
+    print_row("", "s", "tokens/s", "pool's speed x")
+    for name, time_s in found.items():
+        print_row(name, time_s, num_tokens / time_s, time_s / found["pool"])
+    print(json.dumps({"replicas": given.replicas, "tokens": num_tokens, "seconds": found}))
 
 
 if __name__ == "__main__":

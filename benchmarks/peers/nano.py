@@ -5,29 +5,22 @@ from __future__ import annotations
 import sys
 import time
 
-from pages import wait_for_pages
 from protocol import Request, serve, take_stdout
 
 import nano_inference
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-
-_KV_CACHE_BYTES = 1 << 30
-"""Like the peers' caches, there before the first request."""
 
 
 def main() -> None:
     """Load the model and answer workloads."""
     out = take_stdout()
     model, threads, dtype = sys.argv[1:4]
-    config = EngineConfig(
-        model_path=model,
-        device="cpu",
-        num_threads=int(threads),
-        dtype=dtype,
-        kv_cache_bytes=_KV_CACHE_BYTES,
+    engine = InferenceEngine(
+        EngineConfig(model, device="cpu", num_threads=int(threads), dtype=dtype, kv_cache_bytes=1 << 30)
     )
-    engine = InferenceEngine(config)
-    wait_for_pages(engine)
+    store = getattr(engine.parts.runner, "store", None)
+    if hasattr(store, "wait_for_pages"):  # as the peers' caches, it has its memory before the first request
+        store.wait_for_pages(60)
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
         first, total = None, 0

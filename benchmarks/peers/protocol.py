@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TextIO
 
 Request = dict[str, Any]
@@ -18,26 +18,14 @@ Run = Callable[[list[Request]], tuple[float | None, int]]
 """Runs requests together; returns the moment of the first token (time.perf_counter), and how many tokens came."""
 
 
-def requests(workload: dict[str, Any]) -> list[Request]:
-    """Return a workload's prompts with what is asked of each."""
-    return [
-        {
-            "prompt": prompt,
-            "new_tokens": new_tokens,
-            "num_samples": workload["num_samples"],
-            "temperature": workload["temperature"],
-        }
-        for prompt, new_tokens in zip(workload["prompts"], workload["new_tokens"], strict=True)
-    ]
-
-
 def run_workload(run: Run, workload: dict[str, Any]) -> dict[str, Any]:
     """Time one workload: all prompts together, or one after another."""
-    asked = requests(workload)
-    groups = [[request] for request in asked] if workload["one_by_one"] else [asked]
+    same = {name: workload[name] for name in ("num_samples", "temperature")}
+    sizes = zip(workload["prompts"], workload["new_tokens"], strict=True)
+    asked = [{"prompt": prompt, "new_tokens": new_tokens, **same} for prompt, new_tokens in sizes]
     begin = time.perf_counter()
     firsts, total = [], 0
-    for group in groups:
+    for group in [[request] for request in asked] if workload["one_by_one"] else [asked]:
         start = time.perf_counter()
         first, count = run(group)
         firsts.append((first or time.perf_counter()) - start)
@@ -62,14 +50,9 @@ def take_stdout() -> TextIO:
 def serve(run: Run, version: str, out: TextIO) -> None:
     """Say that the model is loaded, then answer workloads from stdin until it closes."""
     print(json.dumps({"ready": version}), file=out, flush=True)
-    for line in _lines():
+    while line := sys.stdin.readline():
         try:
             answer = run_workload(run, json.loads(line))
         except Exception as error:  # a peer that cannot do one workload may do the next
             answer = {"error": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(answer), file=out, flush=True)
-
-
-def _lines() -> Iterator[str]:
-    while line := sys.stdin.readline():
-        yield line

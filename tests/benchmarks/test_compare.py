@@ -1,21 +1,21 @@
-"""How engines are compared: who takes further turns, what ratios mean, and how rows are named."""
+"""How engines are compared: which of them have further turns, what ratios mean, and what a failing peer costs."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
-BENCHMARKS = str(Path(__file__).parents[1] / "benchmarks")
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 
 import compare  # noqa: E402
-from peers import chat_servers, report, worker  # noqa: E402
+from peers import chat_servers, report, roster, worker  # noqa: E402
 from peers.chat_servers import ChatServer  # noqa: E402
+from peers.process import Peer  # noqa: E402
 from peers.roster import FLOAT, QUANTISED, Plan  # noqa: E402
 from peers.worker import Worker  # noqa: E402
 from workloads import Workload  # noqa: E402
@@ -28,7 +28,7 @@ PLANS = [OURS, SLOW, FAST, SMALL]
 RATES = {OURS.name: 30.0, SLOW.name: 10.0, FAST.name: 20.0, SMALL.name: 40.0}
 
 
-def test_everybody_has_a_turn_and_then_ours_and_the_fastest_of_each_precision() -> None:
+def test_every_engine_has_a_turn_and_then_ours_and_the_fastest_of_each_precision() -> None:
     turns: list[tuple[str, int]] = []
 
     def turn(plan: Plan, repetition: int) -> compare.Figures:
@@ -43,33 +43,41 @@ def test_everybody_has_a_turn_and_then_ours_and_the_fastest_of_each_precision() 
     assert cells[SLOW.name]["values"] == [10]
 
 
-def test_failed_engine_is_reported_and_others_run() -> None:
+def test_an_engine_that_becomes_the_fastest_has_as_many_turns() -> None:
     def turn(plan: Plan, repetition: int) -> compare.Figures:
-        if plan is FAST:
-            raise RuntimeError("no room")
-        return {"decode1": ("tok/s", RATES[plan.name])}
+        return {"decode1": ("tok/s", 1.0 if plan is FAST and repetition else RATES[plan.name])}
 
-    cells = compare.in_turns(PLANS, ["decode1"], turn, 2)["decode1"]
-    assert cells[FAST.name] == {"error": "no room"}
-    assert len(cells[SLOW.name]["values"]) == 2
+    cells = compare.in_turns(PLANS, ["decode1"], turn, 3)["decode1"]
+    assert report.fastest("decode1", cells, PLANS, (FLOAT,)) == SLOW.name
+    assert [len(cells[plan.name]["values"]) for plan in PLANS] == [3, 3, 3, 3]
 
 
-def test_a_failure_after_the_first_turn_keeps_what_was_measured_and_ends_the_turns() -> None:
+def test_the_fastest_of_every_table_has_further_turns() -> None:
+    def turn(plan: Plan, repetition: int) -> compare.Figures:
+        ready = {"serve ready": ("s", RATES[plan.name])} if not repetition else {}
+        return {"serve": ("tok/s", RATES[plan.name])} | ready
+
+    tables = compare.in_turns(PLANS, ["serve", "serve ready"], turn, 2)
+    assert report.fastest("serve ready", tables["serve ready"], PLANS, (FLOAT,)) == SLOW.name
+    assert {name: len(one["values"]) for name, one in tables["serve"].items()} == dict.fromkeys(RATES, 2)
+
+
+@pytest.mark.parametrize(("failing", "values"), [(0, None), (1, [20.0])])
+def test_a_failed_engine_has_no_further_turn_and_keeps_its_figures(failing: int, values: list[float] | None) -> None:
     asked: list[int] = []
 
     def turn(plan: Plan, repetition: int) -> compare.Figures:
-        if plan is FAST:
-            asked.append(repetition)
-            if repetition:
-                raise RuntimeError("hung")
+        asked.extend([repetition] if plan is FAST else [])
+        if plan is FAST and repetition == failing:
+            raise RuntimeError("hung")
         return {"decode1": ("tok/s", RATES[plan.name])}
 
     cells = compare.in_turns(PLANS, ["decode1"], turn, 3)["decode1"]
-    assert (cells[FAST.name]["median"], cells[FAST.name]["error"], asked) == (20.0, "hung", [0, 1])
-    assert len(cells[OURS.name]["values"]) == 3
+    assert (cells[FAST.name].get("values"), cells[FAST.name]["error"]) == (values, "hung")
+    assert asked == list(range(failing + 1)) and len(cells[OURS.name]["values"]) == 3
 
 
-def test_program_that_lacks_a_feature_is_never_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_with_fewer_results_is_never_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     plans = [*PLANS, Plan(name="plain", precision=QUANTISED, lacks=("rollout",))]
     cells = {name: report.cell("", [rate]) for name, rate in (RATES | {"plain": 99.0}).items()}
     assert report.fastest("rollout", cells, plans, (FLOAT, QUANTISED)) == SMALL.name
@@ -98,18 +106,72 @@ def test_a_ratio_has_its_own_worst_and_best() -> None:
     higher, lower = report.ratios({"decode1": cells, "serve TTFT": cells}, PLANS)
     assert [higher["float"][key] for key in ("low", "ratio", "high")] == pytest.approx([20 / 12, 3, 40 / 8])
     assert [lower["any"][key] for key in ("low", "ratio", "high")] == pytest.approx([8 / 40, 1 / 3, 12 / 20])
-    assert [higher[key] for key in ("median", "min", "max", "runs")] == [30, 20, 40, 3]
-    assert [higher["float"][key] for key in ("median", "min", "max", "runs")] == [10, 8, 12, 3]
 
 
-TINY = Workload(name="tiny", prompts=((1, 2),), new_tokens=(3,))
+def planned(*flags: str) -> dict[str, Plan]:
+    """Return the plans that these flags name, for models that need not exist."""
+    parser = argparse.ArgumentParser()
+    roster.add_flags(parser)
+    parser.set_defaults(threads=2, llama_server="")
+    plans = roster.plans_for(parser.parse_args(flags), Path("/model.gguf"), Path("/float32"))
+    return {plan.name: plan for plan in plans}
+
+
+def test_rows_of_this_engine_are_named_by_label_model_and_dtype() -> None:
+    plans = planned("--ours", "eight=/models/a:b.gguf:int8,f=float32:auto")
+    eight, float32 = plans["nano-inference eight"], plans["nano-inference f"]
+    assert (eight.worker[2:], float32.worker[2]) == (("/models/a:b.gguf", "2", "int8"), "/float32")
+    assert [eight.precision, float32.precision] == [QUANTISED, FLOAT]
+    with pytest.raises(SystemExit, match="label=model:dtype"):
+        planned("--ours", "default")
+
+
+def test_models_of_llama_cpp_are_found_by_the_precision_in_their_names(tmp_path: Path) -> None:
+    for name in ("m.f32.gguf", "M.Q8_0.gguf", "m.q2_k.gguf", "m.gguf"):
+        (tmp_path / name).touch()
+    plans = planned("--llama-server", "any", "--llama-models", str(tmp_path))
+    found = {name.split()[1]: plan.worker[2] for name, plan in plans.items() if name.startswith("llama.cpp")}
+    assert found == {"f32": f"{tmp_path}/m.f32.gguf", "q8_0": f"{tmp_path}/M.Q8_0.gguf", "q4_1": "/model.gguf"}
+    full, plain = plans["llama.cpp f32"], plans["llama.cpp f32 no logprobs"]
+    assert [full.takes(name) for name in ("rollout", "decode1", "serve")] == [True, True, True]
+    assert [plain.takes(name) for name in ("rollout", "decode1", "serve")] == [True, False, False]
+    assert (full.lacks, plain.lacks) == ((), ("rollout",))
+
+
+def test_chats_differ_from_the_first_words() -> None:
+    prompts = [*chat_servers.chat_prompts(0), *chat_servers.chat_prompts(1)]
+    assert len({prompt[: prompt.index(")")] for prompt in prompts}) == 2 * chat_servers.CHATS
+
+
+def test_a_chart_is_drawn_for_light_and_for_dark_pages(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = {plan.name: report.cell("tok/s", [10.0 + index]) for index, plan in enumerate(PLANS)}
+    table = {name: cells | {"x": {"error": "no"}} for name in report.ABOUT} | {"none": {"x": {"error": "no"}}}
+    files = report.draw(table, PLANS, tmp_path / "chart.png")
+    assert [file.name for file in files] == ["chart.png", "chart-dark.png"]
+    assert all(1000 < file.stat().st_size < 150_000 for file in files)
+
+
+def test_a_table_for_a_page_has_our_rows_and_the_fastest_peers() -> None:
+    second = Plan(name="nano-inference int8", is_ours=True, precision=QUANTISED)
+    cells = {name: report.cell("tok/s", [rate]) for name, rate in (RATES | {second.name: 60.0}).items()}
+    assert report.markdown({"decode1": cells, "serve": {}}, [OURS, second, SLOW, FAST, SMALL]).splitlines() == [
+        "| workload | gguf | int8 | fastest peer, floating point | fastest peer, any precision |",
+        "| --- | --- | --- | --- | --- |",
+        "| `decode1`: 32 in, 128 out | 30.0 tok/s | 60.0 tok/s | 20.0 fast (1.50x, 3.00x) "
+        "| 40.0 small (0.75x, 1.50x) |",
+        "| `serve`: 32 streaming chats, 64 tokens each, over HTTP | - | - | - | - |",
+    ]
+
+
+TINY = Workload(prompts=([1, 2],), new_tokens=(3,))
 TALKING = f"""
 import sys
 sys.path.insert(0, {BENCHMARKS + "/peers"!r})
 from protocol import serve, take_stdout
 out = take_stdout()
 print("a library speaks while it loads", flush=True)
-serve(lambda requests: (None, sum(request["new_tokens"] for request in requests)), "9", out)
+serve(lambda requests: (None, sum(one["new_tokens"] * one["num_samples"] for one in requests)), "9", out)
 """
 SILENT = """
 import sys
@@ -119,9 +181,9 @@ print("what is the matter", file=sys.stderr, flush=True)
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[list[Worker | ChatServer]]:
+def started() -> Iterator[list[Peer]]:
     """What a test starts is ended after it."""
-    found: list[Worker | ChatServer] = []
+    found: list[Peer] = []
     yield found
     for one in found:
         one.end()
@@ -131,14 +193,14 @@ def start_worker(code: str, log: Path) -> Worker:
     return worker.start(Plan(name="peer", worker=(sys.executable, "-c", code)), 1, log, 60)
 
 
-def test_a_worker_answers_whatever_libraries_print(tmp_path: Path, started: list[Worker]) -> None:
+def test_a_worker_answers_whatever_libraries_print(tmp_path: Path, started: list[Peer]) -> None:
     one = start_worker(TALKING, tmp_path / "log")
     started.append(one)
-    assert (one.version, one.ask(TINY).new_tokens) == ("9", 3)
+    assert one.version == "9" and one.ask(TINY).workload is TINY
     assert "a library speaks" in (tmp_path / "log").read_text()
 
 
-def test_ended_or_hanging_worker_is_reported_with_its_log(tmp_path: Path, started: list[Worker]) -> None:
+def test_a_worker_that_ended_or_hangs_is_reported_with_its_log(tmp_path: Path, started: list[Peer]) -> None:
     one = start_worker(SILENT, tmp_path / "log")
     started.append(one)
     with pytest.raises(RuntimeError, match=f"ended.*{tmp_path}/log"):
@@ -154,8 +216,31 @@ def test_ended_or_hanging_worker_is_reported_with_its_log(tmp_path: Path, starte
         start_worker("print('hello', flush=True); input()", tmp_path / "log")
 
 
+def test_a_worker_that_ended_starts_again_for_the_next_workload_and_one_that_hung_does_not(
+    tmp_path: Path, started: list[Peer]
+) -> None:
+    def start(plan: Plan) -> Worker:
+        found = worker.start(plan, 1, tmp_path / plan.name, 60)
+        started.append(found)
+        return found
+
+    workers = compare.Workers(start)
+    plan = Plan(name="peer", worker=(sys.executable, "-c", TALKING))
+    absent = Plan(name="absent", worker=("/nowhere",))
+    assert "rollout" in workers.turn(plan, "rollout", 0)
+    workers.running["peer"].end()
+    assert "rollout" in workers.turn(plan, "rollout", 0)
+    workers.running["peer"].has_hung = True
+    workers.running["peer"].end()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ended"):
+            workers.turn(plan, "rollout", 0)
+        with pytest.raises(RuntimeError, match="does not start"):
+            workers.turn(absent, "rollout", 0)
+
+
 SERVER = """
-import json, sys, time
+import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -167,32 +252,47 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        if self.path == "/health":
-            Handler.asked += 1
-            self.reply(200 if Handler.asked > 2 else 503, b"")
-        else:
-            self.reply(200, json.dumps({"data": [{"id": "m"}], "asked": Handler.asked}).encode())
+        Handler.asked += self.path == "/health"
+        self.reply(200 if Handler.asked > 2 else 503, json.dumps({"data": [{"id": f"m{Handler.asked}"}]}).encode())
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        events = [{"choices": [{"delta": {"content": "words"}}]}, {"choices": [], "usage": {"completion_tokens": 64}}]
-        assert asked["model"] == "m"
+        assert asked["model"] == "m3"
+        events = [{"choices": [{"delta": {"content": WORDS}}]}, {"choices": [], "usage": {"completion_tokens": 64}}]
         self.reply(200, b"".join(b"data: " + json.dumps(event).encode() + b"\\n\\n" for event in events))
 
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(
-    tmp_path: Path, started: list[Worker | ChatServer]
-) -> None:
-    plan = Plan(name="peer", server=(sys.executable, "-c", SERVER, "{port}"))
-    server = chat_servers.start(plan, tmp_path / "log", 60)
+def start_server(code: str, log: Path, limit: float = 60) -> ChatServer:
+    return chat_servers.start(Plan(name="peer", server=(sys.executable, "-c", code, "{port}")), log, limit)
+
+
+def test_a_server_is_ready_at_the_first_healthy_answer_and_measured(tmp_path: Path, started: list[Peer]) -> None:
+    server = start_server(SERVER.replace("WORDS", "'words'"), tmp_path / "log")
     started.append(server)
-    with urlopen(f"http://127.0.0.1:{server.port}/v1/models", timeout=60) as reply:
-        assert (server.model, json.load(reply)["asked"]) == ("m", 3)
+    assert server.model == "m3", "the third answer was the first healthy one"
     server.warm_up()
     server.pause()
     server.resume()
     rate, first = server.measure(0)
     assert rate > 0 and first > 0
+
+
+def test_a_failed_server_is_reported_with_its_log(tmp_path: Path, started: list[Peer]) -> None:
+    log = tmp_path / "log"
+    silent = start_server(SERVER.replace("WORDS", "''"), log)
+    started.append(silent)
+    with pytest.raises(RuntimeError, match=f"no words came.*{log}"):
+        silent.measure(0)
+    silent.pause()
+    silent.limit = 0.1
+    with pytest.raises(RuntimeError, match=f"not answered after.*{log}"):
+        silent.warm_up()
+    assert silent.process.poll() is not None, "a server that hangs is ended"
+    with pytest.raises(RuntimeError, match=f"ended before.*{log}"):
+        start_server("raise SystemExit('no such model')", log)
+    assert "no such model" in log.read_text()
+    with pytest.raises(RuntimeError, match="not ready after"):
+        start_server("import signal; signal.pause()", log, 0.05)
