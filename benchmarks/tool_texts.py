@@ -25,51 +25,28 @@ from nano_inference.text.tool_format import FIREFUNCTION, HERMES, LLAMA, MISTRAL
 FORMATS = (HERMES, LLAMA, MISTRAL, FIREFUNCTION)
 NAMES = ("f", "get_weather", "search-web")
 WORDS = (
-    "I look",
-    "it up:",
-    "é",
-    "{x}",
-    "a < b",
-    "[1]",
-    "\n\n",
-    "```json\n",
-    "Done.",
-    "<tool",
-    "{",
-    '"name"',
-    "; ",
-    "日本",
+    *(
+        "I look",
+        "it up:",
+        "é",
+        "{x}",
+        "a < b",
+        "[1]",
+        "\n\n",
+        "```json\n",
+        "Done.",
+        "<tool",
+        "{",
+        '"name"',
+        "; ",
+        "日本",
+    ),
 )
 FRAGMENTS = (
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    ",",
-    ":",
-    "\\",
-    "\n",
-    "null",
-    "nope",
-    "\\u00",
-    "</tool_call>",
-    "[ARGS]",
-    "<tool_call>",
+    *("{", "}", "[", "]", '"', ",", ":", "\\", "\n", "null", "nope", "\\u00", "</tool_call>", "[ARGS]", "<tool_call>"),
 )
 VALUES = (
-    1,
-    -2.5,
-    None,
-    True,
-    "Bern",
-    "}]</tool_call>",
-    'a "b"\n',
-    "é\u2028",
-    [],
-    [1, {"a": "{"}],
-    {},
-    {"b": {"c": []}},
+    *(1, -2.5, None, True, "Bern", "}]</tool_call>", 'a "b"\n', "é\u2028", [], [1, {"a": "{"}], {}, {"b": {"c": []}}),
 )
 BETWEEN = re.compile(r"(?:[\s\],;}]|</tool_call>)*")
 """What a reply has between calls and texts: separators and markers."""
@@ -190,6 +167,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     counts = Counter[str]()
+    failures = dict.fromkeys(("with a stream unlike the whole", "with text lost", "with calls not found"), 0)
     for fmt in FORMATS:
         draw = random.Random(f"{options.seed} {fmt.name}")
         for number in range(options.texts):
@@ -199,22 +177,18 @@ def main() -> int:
             events = parsed(fmt, [text])
             whole = settled(events)
             calls = calls_of(whole)
-            wrong = [
-                name
-                for name, is_right in (
-                    ("a stream unlike the whole", repr(parsed(fmt, pieces_of(draw, text))) == repr(events)),
-                    ("text lost", is_covered(text, whole, fmt.end)),
-                    ("calls not found", not is_well_formed or calls == wanted),
-                )
-                if not is_right
-            ]
-            for name in wrong:
-                print(f"{name}: {fmt.name} {text!r}\n  {whole}")
-            counts.update(["texts", *wrong, "well formed" if is_well_formed else "ill formed"])
+            counts.update(["texts", "well formed" if is_well_formed else "ill formed"])
             counts["calls"] += len(calls)
-    print(", ".join(f"{counts[name]} {name}" for name in ("texts", "well formed", "ill formed", "calls")))
-    failures = {name: counts[name] for name in ("a stream unlike the whole", "text lost", "calls not found")}
-    print(", ".join(f"{count} with {name}" for name, count in failures.items()))
+            checks = {
+                "with a stream unlike the whole": repr(parsed(fmt, pieces_of(draw, text))) == repr(events),
+                "with text lost": is_covered(text, whole, fmt.end),
+                "with calls not found": not is_well_formed or calls == wanted,
+            }
+            for name, is_right in checks.items():
+                failures[name] += not is_right
+                if not is_right:
+                    print(f"{name}: {fmt.name} {text!r}\n  {whole}")
+    print(", ".join(f"{count} {name}" for name, count in {**counts, **failures}.items()))
     return 1 if any(failures.values()) else 0
 
 

@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.models.configurations import FAMILIES, Outcome, compared, random_config
 
-CONFIGS = 2000
-CHUNK = 50
+CHUNK = 200
 PROCESSES = 2
 SHOWN_FAILURES = 10
 
@@ -40,11 +39,6 @@ def outcome(family: str, seed: int, index: int) -> Outcome:
     return compared(random_config(family, random.Random(f"{seed} {family} {index}")), index)
 
 
-def chunk(family: str, seed: int, start: int) -> list[Outcome]:
-    """Return the comparisons of `CHUNK` configurations."""
-    return [outcome(family, seed, index) for index in range(start, start + CHUNK)]
-
-
 def be_quiet() -> None:
     """Use one thread; log nothing: Transformers warns of most of these configurations."""
     torch.set_num_threads(1)
@@ -52,35 +46,13 @@ def be_quiet() -> None:
     transformers.logging.set_verbosity(logging.CRITICAL)
 
 
-def fuzz(pool: ProcessPoolExecutor, family: str, seed: int, configs: int) -> tuple[Counter[str], list[str]]:
-    """Compare at least `configs` configurations of a family; return how many had each result, and the failures."""
-    counts, failures, start = Counter[str](), [], 0
-    while counts.total() - counts["no reference"] < configs:
-        starts = range(start, start + CHUNK * PROCESSES * 2, CHUNK)
-        for first, found in zip(starts, pool.map(partial(chunk, family, seed), starts), strict=True):
-            counts.update(one.result for one in found)
-            failures += [
-                f"--seed {seed} --only {family} --index {first + at}: {one.about}"
-                for at, one in enumerate(found)
-                if one.result == "failed"
-            ]
-        start = starts.stop
-    return counts, failures
-
-
-def arguments() -> argparse.Namespace:
-    """Return the command line's options."""
-    parser = argparse.ArgumentParser(description="Compare random configurations with Transformers.")
-    parser.add_argument("--configs", type=int, default=CONFIGS, help="compared configurations of each family")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", type=int, default=2000, help="compared configurations of each family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=FAMILIES, help="one family")
     parser.add_argument("--index", type=int, help="one configuration of --only")
-    return parser.parse_args()
-
-
-def main() -> int:
-    """Run the command line."""
-    given = arguments()
+    given = parser.parse_args()
     be_quiet()
     if given.index is not None:
         print(random_config(given.only, random.Random(f"{given.seed} {given.only} {given.index}")))
@@ -90,12 +62,19 @@ def main() -> int:
     print(f"{'family':12} {'equal':>6} {'refused':>8} {'failed':>7} {'no reference':>13}")
     with ProcessPoolExecutor(PROCESSES, get_context("spawn"), be_quiet) as pool:
         for family in [given.only] if given.only else FAMILIES:
-            counts, failures = fuzz(pool, family, given.seed, given.configs)
+            counts, failures, start = Counter[str](), list[str](), 0
+            while counts.total() - counts["no reference"] < given.configs:
+                indices = range(start, start + CHUNK)
+                start = indices.stop
+                work = partial(outcome, family, given.seed)
+                for index, found in zip(indices, pool.map(work, indices, chunksize=50), strict=True):
+                    counts[found.result] += 1
+                    if found.result == "failed":
+                        failures.append(f"--seed {given.seed} --only {family} --index {index}: {found.about}")
             rows[family], failed = dict(counts), failed + len(failures)
             results = (counts[name] for name in ("equal", "refused", "failed", "no reference"))
             print("{:12} {:6d} {:8d} {:7d} {:13d}".format(family, *results), flush=True)
-            for failure in failures[:SHOWN_FAILURES]:
-                print(f"  {failure}", flush=True)
+            print("".join(f"  {failure}\n" for failure in failures[:SHOWN_FAILURES]), end="", flush=True)
     print(json.dumps({"passed": not failed, "transformers": transformers.__version__, "families": rows}))
     return 1 if failed else 0
 

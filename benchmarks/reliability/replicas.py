@@ -19,7 +19,8 @@ import threading
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Server:
     process: Process
     client: httpx2.AsyncClient
     text: str = ""
+    """What it wrote to stderr."""
 
     async def read(self) -> None:
         assert self.process.stderr is not None
@@ -63,51 +65,36 @@ class Server:
 
     async def weights(self) -> set[tuple[int, str]]:
         """Return version and checksum of each replica: one pair if they are equal."""
-        body = {"action": "checksum"}
-        found = [
-            (await self.client.post(f"{url}/weight_checker", json=body)).json() for url, _ in self.replicas.values()
+        asked = [
+            self.client.post(f"{url}/weight_checker", json={"action": "checksum"}) for url, _ in self.replicas.values()
         ]
+        found = [(await one).json() for one in asked]
         return {(one["version"], one["checksum"]) for one in found}
 
+    @asynccontextmanager
+    async def under_load(self) -> AsyncIterator[Counter[int]]:
+        """Send short completions, 8 at a time, until the block ends; yield the number of replies by status."""
+        statuses, is_ending = Counter[int](), asyncio.Event()
 
-class Load:
-    """Short completions, `num` at a time, until the block ends."""
+        async def send(number: int) -> None:
+            while not is_ending.is_set():
+                body = {"prompt": f"{number} {statuses.total()}", "max_tokens": 8, "ignore_eos": True}
+                statuses[(await self.client.post("/v1/completions", json=body)).status_code] += 1
 
-    def __init__(self, server: Server, num: int = 8) -> None:
-        self.statuses: Counter[int] = Counter()
-        self._server, self._num, self._is_ending = server, num, False
-
-    async def __aenter__(self) -> Load:
-        self._tasks = [asyncio.create_task(self._send(n)) for n in range(self._num)]
-        await self._server.until(lambda: self.statuses.total() >= self._num)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._is_ending = True
-        await asyncio.gather(*self._tasks)
-
-    async def _send(self, number: int) -> None:
-        while not self._is_ending:
-            body = {"prompt": f"{number} {self.statuses.total()}", "max_tokens": 8, "ignore_eos": True}
-            self.statuses[(await self._server.client.post("/v1/completions", json=body)).status_code] += 1
-
-    @property
-    def failed(self) -> int:
-        return self.statuses.total() - self.statuses[200]
+        tasks = [asyncio.create_task(send(number)) for number in range(8)]
+        await self.until(lambda: statuses.total() >= 8)
+        yield statuses
+        is_ending.set()
+        await asyncio.gather(*tasks)
 
 
 async def update(server: Server, name: str) -> int:
     """Update under load; return the number of failures."""
-    async with Load(server) as load:
-        began = time.monotonic()
+    async with server.under_load() as statuses:
         reply = await server.client.post("/update_weights_from_disk", json={"model_path": name})
-        seconds = time.monotonic() - began
-    weights = await server.weights()
-    print(
-        f"update {name}: status {reply.status_code} after {seconds:.2f} s; {load.statuses.total()} requests beside it,"
-    )
-    print(f"  {load.failed} failed; replicas differ: {len(weights) > 1}; version {max(weights)[0]}")
-    return load.failed + (reply.status_code != 200) + (len(weights) > 1)
+    weights, failed = await server.weights(), statuses.total() - statuses[200]
+    print(f"update: status {reply.status_code}; {failed} of {statuses.total()} requests failed; weights {weights}")
+    return failed + (reply.status_code != 200) + (len(weights) > 1)
 
 
 async def kill(server: Server, num_streams: int) -> int:
@@ -135,7 +122,7 @@ async def kill(server: Server, num_streams: int) -> int:
     lost = sum("replica_died" in text for text in texts)
     failed = sum(not text.rstrip().endswith("[DONE]") for text in texts) + max(0, lost - opened[0])
     is_equal = await server.weights() == before
-    print(f"killed replica: {num_streams} streams, {opened[0]} on it; {lost} ended with an error event,")
+    print(f"killed replica: {lost} of {num_streams} streams ended with an error event ({opened[0]} were on it),")
     print(f"  {failed} failed otherwise; replaced after {seconds:.1f} s with the weights in force: {is_equal}")
     return failed + (not is_equal)
 
@@ -143,40 +130,39 @@ async def kill(server: Server, num_streams: int) -> int:
 async def restart(server: Server) -> int:
     """Restart all replicas under load; return the number of failures."""
     before, pids = await server.weights(), {pid for _, pid in server.replicas.values()}
-    began = time.monotonic()
-    async with Load(server) as load:
+    async with server.under_load() as statuses:
         server.process.send_signal(signal.SIGUSR1)
         await server.until(lambda: "rolling restart: finished" in server.text)
-    seconds, is_equal = time.monotonic() - began, await server.weights() == before
+    is_equal = await server.weights() == before
     is_new = not pids & {pid for _, pid in server.replicas.values()}
-    print(f"rolling restart: {seconds:.1f} s, {load.statuses.total()} requests, {load.failed} failed;")
-    print(f"  new processes: {is_new}, with the weights in force: {is_equal}")
-    return load.failed + (not is_new) + (not is_equal)
+    failed = statuses.total() - statuses[200]
+    print(
+        f"rolling restart: {failed} of {statuses.total()} requests failed; new processes: {is_new}, weights: {is_equal}"
+    )
+    return failed + (not is_new) + (not is_equal)
 
 
 def pool(model: Path, directory: Path) -> int:
     """Update a pool of two actors while it generates; return the number of failures."""
     samples: list[Any] = []
-    params = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0)
+    params, prompts = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0), [[1, 2, n] for n in range(16)]
     with RolloutPool(RayFleet(EngineConfig(str(model), **SMALL), size=2), seed=0) as engines:
         is_ending = threading.Event()
 
         def load() -> None:
             while not is_ending.is_set():
-                samples.extend(engines.generate([[1, 2, number] for number in range(16)], params))
+                samples.extend(engines.generate(prompts, params))
 
         loading = threading.Thread(target=load)
         loading.start()
         version = engines.update_weights(directory, blocking=True, on_running="keep")
         is_ending.set()
         loading.join()
-        samples.extend(engines.generate([[1, 2, number] for number in range(16)], params))
+        samples.extend(engines.generate(prompts, params))
         engines.weights_checksum()  # raises if the workers differ
     failed = sum(sample.finish_reason != "length" for sample in samples)
     is_new = all(set(sample.token_versions) == {version} for sample in samples[-16:])
-    print(
-        f"pool through an update: {len(samples)} samples, {failed} failed; all of version {version} after it: {is_new}"
-    )
+    print(f"pool through an update: {failed} of {len(samples)} samples failed; version {version} after it: {is_new}")
     return failed + (not is_new)
 
 
@@ -192,24 +178,22 @@ async def run(model: Path, shelf: Path, num_streams: int) -> int:
         try:
             await server.until(lambda: "ready: 2 replicas behind" in server.text)
             client.base_url = re.findall(r"behind (\S+)", server.text)[0]
-            failed = await update(server, "new") + await kill(server, num_streams) + await restart(server)
+            return await update(server, "new") + await kill(server, num_streams) + await restart(server)
         finally:
             process.terminate()
             await process.wait()
             await reading
-    return failed
 
 
 def main() -> int:
-    """Run all phases; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=32)
-    options = parser.parse_args()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         model, shelf = make_tiny(Path(temporary, "model"), positions=32768), Path(temporary, "shelf")
         new = make_weights(model, shelf / "new", seed=1)
         (new / "STABLE").touch()
-        failed = asyncio.run(run(model, shelf, options.streams)) + pool(model, new)
+        failed = asyncio.run(run(model, shelf, given.streams)) + pool(model, new)
     print("no request failed" if not failed else f"{failed} failures")
     return bool(failed)
 

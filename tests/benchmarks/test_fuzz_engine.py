@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-RELIABILITY = str(Path(__file__).parents[1] / "benchmarks" / "reliability")
+RELIABILITY = str(Path(__file__).parents[2] / "benchmarks" / "reliability")
 sys.path.insert(0, RELIABILITY)
 
 import fuzz_engine  # noqa: E402
