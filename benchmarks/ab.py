@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import get_args
@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
 
 from recording import checkpoints, golden  # noqa: E402
 from recording.cases import BITWISE, Case, cases_of  # noqa: E402
-from recording.streams import Recording, first_difference, worst_difference  # noqa: E402
+from recording.streams import Recording, first_difference  # noqa: E402
 
 from nano_inference.config import KernelsName  # noqa: E402
 
@@ -50,14 +50,8 @@ class CannotCompare(Exception):
     """There is no other tree, or the recording program failed; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One case in both trees."""
-
-    case: Case
-    here: Recording
-    difference: str | None
-    worst: float = 0.0
+Outcome = tuple[Case, Recording, str | None]
+"""One case: what this tree gave, and how the other differs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,16 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return IMPOSSIBLE
     report(outcomes)
-    different = [one for one in outcomes if one.difference is not None]
-    total = f"{len(outcomes)} cases, {len(different)} different, {time.perf_counter() - start:.0f} s"
-    print(f"\n{total}")
-    return DIFFERENT if different else 0
+    num_different = sum(difference is not None for _, _, difference in outcomes)
+    print(f"\n{len(outcomes)} cases, {num_different} different, {time.perf_counter() - start:.0f} s")
+    return DIFFERENT if num_different else 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", metavar="REV", help="commit to compare with")
+    parser.add_argument("--against", metavar="REV", default="", help="commit to compare with")
     parser.add_argument("--only", default="", help="names of models, or how they begin, separated by commas")
     parser.add_argument("--kernels", default="auto", choices=[name for name in get_args(KernelsName) if name != "off"])
     what = parser.add_mutually_exclusive_group()
@@ -92,7 +85,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace, folder: Path) -> list[Outcome]:
     """Write the checkpoints, record, compare."""
     chosen = checkpoints.names([one for one in options.only.split(",") if one])
-    against = None if options.golden or options.record else options.against or default_revision(ROOT)
+    against = None if options.golden or options.record else options.against
+    if against == "":  # a changed tree is compared with the commit that it comes from
+        against = "HEAD" if git(ROOT, "status", "--porcelain").strip() else "HEAD~1"
     files = {name: checkpoints.write(name, folder) for name in chosen}
     cases = [case for name in chosen for case in cases_of(name)]
     if against is None:
@@ -100,41 +95,29 @@ def run(options: argparse.Namespace, folder: Path) -> list[Outcome]:
         key = golden.machine_key(options.kernels)
         (recorded,) = record([ROOT], cases, files, options.kernels, folder)
         digests = {name: checkpoints.digest(path) for name, path in files.items()}
-        return against_golden(cases, recorded, digests, key, write=options.record)
+        return against_golden(cases, recorded, digests, golden.FOLDER / f"{key}.json", write=options.record)
     with worktree(ROOT, against, folder / "worktree") as other:
         print(f"this tree against {against}", flush=True)
         here, there = record([ROOT, other], cases, files, options.kernels, folder)
-    return [outcome(*three) for three in zip(cases, here, there, strict=True)]
-
-
-def outcome(case: Case, here: Recording, there: Recording) -> Outcome:
-    """Compare one case."""
-    found = first_difference(here, there, case.tolerance)
-    return Outcome(case, here, found, 0.0 if found else worst_difference(here, there))
+    triples = zip(cases, here, there, strict=True)
+    return [(case, mine, first_difference(mine, other, case.tolerance)) for case, mine, other in triples]
 
 
 def against_golden(
-    cases: Sequence[Case],
-    recorded: Sequence[Recording],
-    digests: Mapping[str, str],
-    key: str,
-    *,
-    write: bool,
-    folder: Path = golden.FOLDER,
+    cases: Sequence[Case], recorded: Sequence[Recording], digests: Mapping[str, str], path: Path, *, write: bool
 ) -> list[Outcome]:
-    """Compare with this machine's golden file in `folder`, or write it. Raises `CannotCompare` where there is none."""
+    """Compare with a golden file, or write it. Raises `CannotCompare` where there is none."""
     entries = {case.name: golden.entry_of(one, digests[case.model]) for case, one in zip(cases, recorded, strict=True)}
     if write:
-        print(f"wrote {golden.write(key, entries, folder).relative_to(ROOT)}")
-    known = golden.read(key, folder)
-    if known is None:
-        there = ", ".join(sorted(path.stem for path in folder.glob("*.json"))) or "none"
-        raise CannotCompare(f"no golden file for {key}; --record writes it (there are: {there})")
-    print(f"this tree against {key}")
-    return [
-        Outcome(case, one, golden.difference(entries[case.name], known.get(case.name)))
-        for case, one in zip(cases, recorded, strict=True)
-    ]
+        golden.write(path, entries)
+        print(f"wrote {path}")
+    known = golden.read(path)
+    if not known:
+        there = ", ".join(sorted(one.stem for one in path.parent.glob("*.json"))) or "none"
+        raise CannotCompare(f"no golden file for {path.stem}; --record writes it (there are: {there})")
+    print(f"this tree against {path.stem}")
+    pairs = zip(cases, recorded, strict=True)
+    return [(case, one, golden.difference(entries[case.name], known.get(case.name))) for case, one in pairs]
 
 
 # ---- two trees ------------------------------------------------------------------------------------------------------
@@ -149,11 +132,6 @@ def git(root: Path, *arguments: str) -> str:
     if done.returncode:
         raise CannotCompare(f"git {' '.join(arguments)}: {(done.stderr.splitlines() or ['failed'])[-1]}")
     return done.stdout
-
-
-def default_revision(root: Path) -> str:
-    """Return the parent of a clean tree's commit, or the commit that a changed tree comes from."""
-    return "HEAD" if git(root, "status", "--porcelain").strip() else "HEAD~1"
 
 
 @contextmanager
@@ -176,32 +154,25 @@ def record(
     plan = folder / "plan.json"
     entries = [{"case": asdict(case), "files": str(files[case.model]), "kernels": kernels} for case in cases]
     plan.write_text(json.dumps(entries))
-    children = [start_recording(tree, plan, folder / f"tree-{i}") for i, tree in enumerate(trees)]
+    children, outs = [], [folder / f"tree-{i}" for i in range(len(trees))]
+    for tree, out in zip(trees, outs, strict=True):
+        # The recording program is this tree's, the package that of `tree`.
+        path = os.pathsep.join((str(tree / "src"), str(tree), str(ROOT / "benchmarks")))
+        environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", "-m", "recording.record", str(tree), str(plan), str(out)]
+        with out.with_suffix(".log").open("wb") as log:
+            children.append(subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log))
     try:
         codes = [child.wait() for child in children]
     finally:
         for child in children:
             child.kill()
             child.wait()
-    return [read_recordings(tree, folder / f"tree-{i}", codes[i]) for i, tree in enumerate(trees)]
-
-
-def start_recording(tree: Path, plan: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Start the recording program, which is this tree's, with the package of `tree`."""
-    path = os.pathsep.join((str(tree / "src"), str(tree), str(ROOT / "benchmarks")))
-    environ = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "recording.record", str(tree), str(plan), str(out)]
-    with out.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(command, cwd=out.parent, env=environ, stdout=log, stderr=log)
-
-
-def read_recordings(tree: Path, out: Path, code: int) -> list[Recording]:
-    """Return what one tree's process recorded. Raises `CannotCompare` with the end of its log if it failed."""
-    if code:
-        log = out.with_suffix(".log").read_text(errors="replace").splitlines()
-        tail = "\n".join(f"  {line}" for line in log[-12:])
-        raise CannotCompare(f"the recording in {tree} ended with status {code}; the end of its log:\n{tail}")
-    return [Recording.from_dict(json.loads(line)) for line in out.read_text().splitlines()]
+    for tree, out, code in zip(trees, outs, codes, strict=True):
+        if code:
+            tail = "\n".join(out.with_suffix(".log").read_text(errors="replace").splitlines()[-12:])
+            raise CannotCompare(f"the recording in {tree} ended with status {code}; the end of its log:\n{tail}")
+    return [[Recording.from_dict(json.loads(line)) for line in out.read_text().splitlines()] for out in outs]
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -210,35 +181,22 @@ def read_recordings(tree: Path, out: Path, code: int) -> list[Recording]:
 def report(outcomes: Sequence[Outcome]) -> None:
     """Print a line for each model, precision, path and bound, and below it what differs."""
     print(f"{'model':28} {'dtype':9} {'path':13} {'streams':>7} {'tokens':>7}  result")
-    for (model, dtype, _, tolerance), group in groupby(outcomes, key=key_of):
+    for case, group in groupby(outcomes, key=lambda one: replace(one[0], scenario="")):
         found = list(group)
-        streams = sum(len(one.here.streams) for one in found)
-        tokens = sum(one.here.num_tokens for one in found)
-        path = next((one.here.code for one in found if one.here.code), "-")
-        print(f"{model:28} {dtype:9} {path:13} {streams:7} {tokens:7}  {result_of(found, tolerance)}")
-        for one in found:
-            if one.difference is not None:
-                print(f"    {one.case.scenario}: {one.difference}")
-            if one.case.scenario == "preempted" and not one.here.error and not one.here.num_preemptions:
+        recordings = [one for _, one, _ in found]
+        streams, tokens = sum(len(one.streams) for one in recordings), sum(one.num_tokens for one in recordings)
+        path = next((one.code for one in recordings if one.code), "-")
+        refused = [one.error for one in recordings if one.error]
+        different = sum(difference is not None for _, _, difference in found)
+        result = "same bits" if case.tolerance == BITWISE else f"within {case.tolerance:g}"
+        result = f"refused: {refused[0]}" if refused else result
+        result = f"{different} of {len(found)} DIFFERENT" if different else result
+        print(f"{case.model:28} {case.dtype:9} {path:13} {streams:7} {tokens:7}  {result}")
+        for one, recording, difference in found:
+            if difference is not None:
+                print(f"    {one.scenario}: {difference}")
+            if one.scenario == "preempted" and not recording.error and not recording.num_preemptions:
                 print("    preempted: NOTHING WAS PREEMPTED, the cache is too large")
-
-
-def key_of(one: Outcome) -> tuple[str, str, str, float]:
-    """Return the model, dtype, path and bound of a line of the table."""
-    return one.case.model, one.case.dtype, one.case.path, one.case.tolerance
-
-
-def result_of(found: Sequence[Outcome], tolerance: float) -> str:
-    """Return the last column."""
-    different = sum(one.difference is not None for one in found)
-    if different:
-        return f"{different} of {len(found)} DIFFERENT"
-    refused = [one.here.error for one in found if one.here.error]
-    if refused:
-        return f"refused: {refused[0]}"
-    if tolerance == BITWISE:
-        return "same bits"
-    return f"within {tolerance:g}, worst {max(one.worst for one in found):.1e}"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,8 +22,6 @@ from nano_inference.executors.cpu.compile import Isa, best_isa, cpu_flags, find_
 from recording.streams import Recording
 
 FOLDER = Path(__file__).parents[1] / "golden"
-_NUM_FIRST = 4
-"""Samples of which an entry holds the first token and its log-probability."""
 
 
 def machine_key(kernels: KernelsName) -> str:
@@ -31,55 +29,38 @@ def machine_key(kernels: KernelsName) -> str:
     isa = best_isa(cpu_flags()) if kernels == "auto" else cast(Isa, kernels)
     has_vnni = any(option.endswith("vnni") for option in options(isa, cpu_flags()))
     version, vectors = re.sub(r"\+.*", "", torch.__version__), torch.backends.cpu.get_cpu_capability().lower()
-    compiler = compiler_version(find_compiler(os.environ))
+    command = [find_compiler(os.environ), "-dM", "-E", "-x", "c", os.devnull]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    macros = dict(re.findall(r"^#define (\w+) (.*)$", text, re.MULTILINE))
+    name, parts = "gcc", ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__")
+    if "__clang__" in macros:
+        name, parts = "clang", ("__clang_major__", "__clang_minor__", "__clang_patchlevel__")
+    compiler = f"{name}-{'.'.join(macros[part] for part in parts)}"
     return f"{isa}{'-vnni' if has_vnni else ''}_{compiler}_torch-{version}-{vectors}"
 
 
-def compiler_version(compiler: str) -> str:
-    """Return name and version of a C compiler, such as gcc-12.2.0, as its own macros say."""
-    command = [compiler, "-dM", "-E", "-x", "c", os.devnull]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    macros = dict(re.findall(r"^#define (\w+) (.*)$", text, re.MULTILINE))
-    if "__clang__" in macros:
-        name, parts = "clang", ("__clang_major__", "__clang_minor__", "__clang_patchlevel__")
-    else:
-        name, parts = "gcc", ("__GNUC__", "__GNUC_MINOR__", "__GNUC_PATCHLEVEL__")
-    return f"{name}-{'.'.join(macros.get(part, '?') for part in parts)}"
-
-
 def entry_of(recording: Recording, weights: str) -> dict[str, Any]:
-    """Return what a golden file holds of one case: digests of weights and streams, some first tokens."""
+    """Return the golden entry of one case: digests of weights and streams, some first tokens."""
     whole = hashlib.sha256((recording.error or "").encode())
     for one in recording.streams:
-        floats = {name: _hexes(values) for name, values in {**one.floats, "logprobs": one.logprobs}.items()}
-        ids = {name: list(values) for name, values in {**one.ids, "tokens": one.tokens}.items()}
-        whole.update(json.dumps([one.label, ids, floats, one.finish], sort_keys=True).encode())
-    drawn = [one for one in recording.streams if one.tokens][:_NUM_FIRST]
-    first = [f"{one.tokens[0]} {one.logprobs[0].hex()}" for one in drawn]
+        floats = {name: [value.hex() for value in values] for name, values in one.floats.items()}
+        whole.update(json.dumps([one.label, one.ids, floats, one.finish], sort_keys=True).encode())
+    drawn = [(one.ids["tokens"], one.floats["logprobs"]) for one in recording.streams if one.ids["tokens"]][:4]
+    first = [f"{tokens[0]} {logprobs[0].hex()}" for tokens, logprobs in drawn]
     return {"weights": weights[:16], "sha256": whole.hexdigest(), "first": first}
 
 
-def _hexes(values: Sequence[float]) -> list[str]:
-    return [value.hex() for value in values]
-
-
-def read(key: str, folder: Path = FOLDER) -> dict[str, dict[str, Any]] | None:
-    """Return the entries of a key, or None where nothing was recorded for it."""
-    path = folder / f"{key}.json"
-    if not path.is_file():
-        return None
-    entries: dict[str, dict[str, Any]] = json.loads(path.read_text())
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the entries of a golden file; none if there is no file."""
+    entries: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
     return entries
 
 
-def write(key: str, entries: Mapping[str, Mapping[str, Any]], folder: Path = FOLDER) -> Path:
-    """Write the entries of a key, a line for each case; entries of cases that were not run stay."""
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{key}.json"
-    whole = {**(read(key, folder) or {}), **entries}
+def write(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write entries, a line for each case; entries of cases that were not run stay."""
+    whole = {**read(path), **entries}
     lines = [f"{json.dumps(name)}: {json.dumps(whole[name])}" for name in sorted(whole)]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    return path
 
 
 def difference(entry: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> str | None:
@@ -90,8 +71,7 @@ def difference(entry: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
         return "the weights differ from the recorded ones: this torch draws other random numbers"
     if entry["sha256"] == recorded["sha256"]:
         return None
-    pairs = zip(entry["first"], recorded["first"], strict=False)
-    for index, (mine, other) in enumerate(pairs):
+    for index, (mine, other) in enumerate(zip(entry["first"], recorded["first"], strict=False)):
         if mine != other:
             return f"sample {index}: token 0: {mine} here, {other} recorded"
     return "the digest differs; the first tokens of the first samples are the same"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +40,7 @@ def main() -> None:
 
 def record(case: Case, files: str, kernels: str) -> Recording:
     """Run one case. A refusal is part of what is recorded."""
-    scenario, start = SCENARIOS[case.scenario], time.perf_counter()
+    scenario = SCENARIOS[case.scenario]
     options: dict[str, Any] = {
         "model_path": files,
         "device": "cpu",
@@ -55,26 +54,17 @@ def record(case: Case, files: str, kernels: str) -> Recording:
     try:
         if scenario.spare_blocks is not None:
             options["kv_cache_bytes"] = tight_cache(options, scenario.spare_blocks)
-        with opened(case, EngineConfig(**options)) as engine:
+        config = EngineConfig(**options)
+        with open_cuda(Path(files), config) if case.path == "cuda" else InferenceEngine(config) as engine:
             if case.path == "c" and engine.parts.code == "torch":
                 raise ValueError("the C kernels could not be compiled")
             samples = list(drawn(engine, scenario, asked(engine, case)))
             streams = [*map(stream_of, samples), *read(engine, scenario, asked(engine, case))]
             code = engine.parts.code
     except ValueError as error:
-        return Recording(case=case.name, error=str(error), seconds=time.perf_counter() - start)
-    return Recording(
-        case=case.name,
-        streams=streams,
-        code=code,
-        num_preemptions=sum(sample.num_preemptions for sample in samples),
-        seconds=time.perf_counter() - start,
-    )
-
-
-def opened(case: Case, config: EngineConfig) -> InferenceEngine:
-    """Return the engine of a case."""
-    return open_cuda(Path(config.model_path), config) if case.path == "cuda" else InferenceEngine(config)
+        return Recording(case=case.name, error=str(error))
+    num_preemptions = sum(sample.num_preemptions for sample in samples)
+    return Recording(case=case.name, streams=streams, code=code, num_preemptions=num_preemptions)
 
 
 def asked(engine: InferenceEngine, case: Case) -> list[Request]:
@@ -123,29 +113,23 @@ def read(engine: InferenceEngine, scenario: Scenario, wanted: Sequence[Request])
 
 def _floats(name: str, lists: Iterable[Any]) -> Iterator[Stream]:
     for index, values in enumerate(lists):
-        yield Stream(label=f"{name} {index}", floats={"values": list(values)})
+        yield Stream(label=f"{name} {index}", ids={"tokens": []}, floats={"values": list(values), "logprobs": []})
 
 
 def stream_of(sample: TrainingSample) -> Stream:
     """Return a sample's tokens and numbers."""
-    tops = {"top_logprobs": sample.top_logprobs, "prompt_top_logprobs": sample.prompt_top_logprobs}
-    floats: dict[str, list[float]] = {
-        "raw_logprobs": list(sample.raw_logprobs or ()),
-        "prompt_logprobs": list(sample.prompt_logprobs or ()),
-    }
     ids: dict[str, list[int]] = {"prompt_ranks": list(sample.prompt_ranks or ())}
-    for name, positions in tops.items():
-        floats[name] = [one.logprob for position in positions or () for one in position]
-        ids[name] = [one.token for position in positions or () for one in position]
+    floats = {name: list(getattr(sample, name) or ()) for name in ("raw_logprobs", "prompt_logprobs")}
+    for name in ("top_logprobs", "prompt_top_logprobs"):
+        alternatives = [one for position in getattr(sample, name) or () for one in position]
+        ids[name], floats[name] = [one.token for one in alternatives], [one.logprob for one in alternatives]
     ids["sampling_masks"] = [
         token for mask in sample.sampling_masks or () for token in (len(mask or ()), *(mask or ()))
     ]
     return Stream(
         label=f"request {sample.request_id}, sample {sample.sample_index}",
-        tokens=list(sample.completion_tokens),
-        logprobs=list(sample.logprobs),
-        floats={name: values for name, values in floats.items() if values},
-        ids={name: values for name, values in ids.items() if values},
+        ids={name: values for name, values in ids.items() if values} | {"tokens": list(sample.completion_tokens)},
+        floats={name: values for name, values in floats.items() if values} | {"logprobs": list(sample.logprobs)},
         finish=f"{sample.finish_reason} {sample.stop_reason}",
     )
 
