@@ -1,14 +1,14 @@
-"""Break the core rooms on purpose, one small change at a time, and count how many of the changes the tests notice.
+"""Break rooms of the package on purpose, one small change at a time, and count how many changes the tests notice.
 
-    python benchmarks/mutants.py [--count 160] [--seed 0] [--workers 2] [--tree DIR] [--only FILE] [--seconds 60]
-        [--reach FILE] [--out FILE]
+    python benchmarks/mutants.py [--count 160] [--seed 0] [--workers 2] [--tree DIR] [--seconds 60] [--reach FILE]
+    python benchmarks/mutants.py --rooms server --tests tests/server --count 60
 
-A mutant is one changed operator, constant, condition or removed call in one of `ROOMS`; the same seed chooses the same
-mutants of the same sources. First `TESTS` run once, to find out which test calls which function (`--reach FILE` keeps
-that for the next time). Then each mutant runs the tests that call its function, fastest first, until one fails or those
-of `--seconds` have passed. `--tree` is another checkout whose sources and tests are used, to compare two revisions. A
-mutant is caught if a test fails, if the tests cannot be collected, or if they take three times as long as they may; a
-function that no test calls is listed as missed.
+A mutant is one changed operator, constant, condition or removed call in one of the rooms (default: the core's, by
+scripts/size.py); the same seed chooses the same mutants of the same sources. First the tests run once, to find out
+which test calls which function (`--reach FILE` keeps that for the next time). Then each mutant runs the tests that call
+its function, fastest first, until one fails or those of `--seconds` have passed. `--tree` is another checkout whose
+sources and tests are used, to compare two revisions. A mutant is caught if a test fails, if the tests cannot be
+collected, or if they take three times as long as they may; a function that no test calls is listed as missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,31 +34,10 @@ from mutation.places import Mutant, all_mutants, mutated
 
 ROOT = Path(__file__).parents[1]
 HERE = Path(__file__).parent / "mutation"
-ROOMS = (
-    f"{runpy.run_path(str(ROOT / 'scripts' / 'size.py'))['CORE_ROOMS']} "
-    "executors/sampling executors/truncation executors/vocabulary compat "
-    "samples checks admission requests sequence appending scheduling kv seeds matching drafts speculation runner "
-    "recovery state mailboxes driving exclusive calls step_control control ngram_drafter first_names "
-    "sampling truncation vocabulary door speculate drafting books ledger delta_stream updates errors"
-)
-"""Rooms of the core, and what was part of it: where it is now, and under its names in earlier revisions."""
-TESTS = (
-    "test_scheduling test_kv test_sampling test_ngram_drafter test_speculate test_types test_drawing sim test_control "
-    "test_speculation test_lookahead test_engine test_resume test_misuse test_bad_input test_batch test_async_engine "
-    "test_interruptions test_lineage test_logprobs test_embeddings test_kv_pages test_training_sample test_rollout "
-    "test_compat text/test_tools weights/test_held_update server/test_engine_link"
-)
+CORE_ROOMS: str = runpy.run_path(str(ROOT / "scripts" / "size.py"))["CORE_ROOMS"]
+CORE_TESTS = "tests/core tests/engine tests/executors/test_sampling.py tests/sim tests/test_*.py tests/weights"
 Reach = Sequence[tuple[str, float, dict[str, list[int]]]]
 """Tests with their seconds and the functions that they call, as `mutation.reach` writes them."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the tests made of a mutant."""
-
-    mutant: Mutant
-    is_caught: bool
-    by: str
 
 
 class WarmPytest:
@@ -79,22 +57,18 @@ class WarmPytest:
         return answer
 
 
-def reach_of(tree: Path, kept: Path | None) -> Reach:
+def reach_of(tree: Path, patterns: str, kept: Path | None) -> Reach:
     """Run all tests once, noting which functions each calls; or read what an earlier call kept."""
-    if kept is None or not kept.exists():
-        with tempfile.TemporaryDirectory() as home:
-            out = kept or Path(home) / "reach.jsonl"
-            names = [
-                f"tests/{name}" if (tree / "tests" / name).is_dir() else f"tests/{name}.py" for name in TESTS.split()
-            ]
-            paths = (str(tree / "src"), str(tree), str(HERE))
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "REACH_OUT": str(out)}
+    with tempfile.TemporaryDirectory() as home:
+        out = kept or Path(home) / "reach.jsonl"
+        if not out.exists():
+            paths = os.pathsep.join((str(tree / "src"), str(tree), str(HERE)))
             command = [sys.executable, "-P", "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "reach"]
-            found = [name for name in names if (tree / name).exists()]
+            found = [str(path) for pattern in patterns.split() for path in sorted(tree.glob(pattern))]
+            environment = os.environ | {"PYTHONPATH": paths, "REACH_OUT": str(out)}
             ended = subprocess.run([*command, *found], cwd=tree, env=environment, check=False)
             assert ended.returncode == 0, "the tests fail without any change"
-            return [json.loads(line) for line in out.read_text().splitlines()]
-    return [json.loads(line) for line in kept.read_text().splitlines()]
+        return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 def tests_for(mutant: Mutant, reach: Reach, seconds: float) -> list[str]:
@@ -129,22 +103,19 @@ def judge(
 
 
 def main() -> None:
-    """Choose the mutants, run them, print each and the sums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", default=CORE_ROOMS, help="folders and modules of the package, with spaces")
+    parser.add_argument("--tests", default=CORE_TESTS, help="files and folders of tests, with spaces")
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--tree", type=Path, default=ROOT)
-    parser.add_argument("--only", default="")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--reach", type=Path)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     tree = given.tree.resolve()
-    reach = reach_of(tree, given.reach)
-    known = [
-        one for one in all_mutants(tree / "src" / "nano_inference", frozenset(ROOMS.split())) if given.only in one.file
-    ]
+    reach = reach_of(tree, given.tests, given.reach)
+    known = all_mutants(tree / "src" / "nano_inference", frozenset(given.rooms.split()))
     chosen = random.Random(given.seed).sample(known, min(given.count, len(known)))
     idle: SimpleQueue[WarmPytest] = SimpleQueue()
     fastest = [name for _, name in sorted((seconds, name) for name, seconds, _ in reach)[:50]]
@@ -153,25 +124,21 @@ def main() -> None:
         is_red, why = judge(None, tree, fastest, pytest, given.seconds)
         assert not is_red, f"a test fails without any change: {why}"
 
-    def verdict_of(mutant: Mutant) -> Verdict:
+    def verdict_of(mutant: Mutant) -> tuple[bool, str]:
         pytest = idle.get()
         try:
-            return Verdict(mutant, *judge(mutant, tree, tests_for(mutant, reach, given.seconds), pytest, given.seconds))
+            return judge(mutant, tree, tests_for(mutant, reach, given.seconds), pytest, given.seconds)
         finally:
             idle.put(pytest)
 
-    verdicts: list[Verdict] = []
+    missed: Counter[str] = Counter()
     with ThreadPoolExecutor(given.workers) as pool:
-        for verdict in pool.map(verdict_of, chosen):
-            verdicts.append(verdict)
-            mutant = verdict.mutant
-            word = "caught" if verdict.is_caught else "MISSED"
-            print(f"{word} {mutant.file}:{mutant.line} {mutant.change} ({verdict.by})", flush=True)
-    if given.out:
-        given.out.write_text(json.dumps([asdict(one) for one in verdicts], indent=1))
-    rooms = Counter(one.mutant.file for one in verdicts if not one.is_caught)
-    num_caught = sum(one.is_caught for one in verdicts)
-    print(f"{num_caught} of {len(verdicts)} mutants caught, of {len(known)} possible; missed: {dict(rooms)}")
+        for mutant, (is_caught, by) in zip(chosen, pool.map(verdict_of, chosen), strict=True):
+            missed[mutant.file] += not is_caught
+            word = "caught" if is_caught else "MISSED"
+            print(f"{word} {mutant.file}:{mutant.line} {mutant.change} ({by})", flush=True)
+    num_caught = len(chosen) - missed.total()
+    print(f"{num_caught} of {len(chosen)} mutants caught, of {len(known)} possible; missed: {dict(+missed)}")
 
 
 if __name__ == "__main__":

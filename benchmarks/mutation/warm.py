@@ -48,17 +48,14 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 code = 1
             os._exit(code)
         deadline = time.monotonic() + job["limit_s"]
-        while True:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                code = os.waitstatus_to_exitcode(status)
-                break
-            if time.monotonic() > deadline:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                code = -1
-                break
+        while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
             time.sleep(0.05)
+        if done[0]:
+            code = os.waitstatus_to_exitcode(done[1])
+        else:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            code = -1
         return {"code": code, "output": output.read_text(errors="replace")[-4000:]}
 
 
