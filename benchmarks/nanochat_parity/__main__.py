@@ -27,9 +27,16 @@ from typing import Any
 import torch
 
 from benchmarks.nanochat_parity.cases import KINDS, cases, has_bigrams
-from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions
-from benchmarks.nanochat_parity.history import HistoryError, commit_in, commit_of, export
-from benchmarks.nanochat_parity.ours import Comparison, compare
+from benchmarks.nanochat_parity.commits import (
+    COMMITS,
+    Commit,
+    Conditions,
+    HistoryError,
+    commit_in,
+    commit_of,
+    export,
+)
+from benchmarks.nanochat_parity.ours import compare
 from nano_inference.types import ModelError
 
 RECORDED = Path(__file__).parents[2] / "tests" / "nanochat" / "recorded"
@@ -73,14 +80,6 @@ def commits_of(wish: argparse.Namespace) -> Iterator[Commit]:
         yield from COMMITS
 
 
-def line_of(commit: Commit, found: Comparison) -> str:
-    """Return a row of the table."""
-    cells = [str(found.found.get(name, "–")) for name in COLUMNS]
-    calls = f"{found.calls} ({found.forced})"
-    head = f"{found.generation:4} {commit.hash:8} {commit.time.date()} {found.logits:8.1e}"
-    return f"{head} {' '.join(f'{cell:>7}' for cell in cells)} {calls:>9}  {' '.join(found.overrides)}".rstrip()
-
-
 def compared(wish: argparse.Namespace, commit: Commit) -> bool:
     """Compare a commit and print its row; return whether everything is equal."""
     given = commit.conditions
@@ -89,7 +88,9 @@ def compared(wish: argparse.Namespace, commit: Commit) -> bool:
     if wish.record:
         (RECORDED / f"{commit.hash}.json").write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
     found = compare(recorded, conditions, list(cases()), kernels=wish.kernels)
-    print(line_of(commit, found))
+    cells = " ".join(f"{found.found.get(name, '–')!s:>7}" for name in COLUMNS)
+    head = f"{found.generation:4} {commit.hash:8} {commit.time.date()} {found.logits:8.1e}"
+    print(f"{head} {cells} {f'{found.calls} ({found.forced})':>9}  {' '.join(found.overrides)}".rstrip())
     if conditions.is_first_shared:
         print(f"  {ONE_FIRST_TOKEN}")
     if has_bigrams(recorded["shapes"]):

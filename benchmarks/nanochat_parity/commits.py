@@ -1,4 +1,4 @@
-"""Commits of upstream's master, and what this package needs to equal each.
+"""Commits of upstream's master, what this package needs to equal each, and how they are read from a repository.
 
 The weights of a model do not show everything that upstream's code of a day did with them. `at` returns the rest for any
 commit, from its hash and time; `COMMITS` stand for the generations.
@@ -6,7 +6,12 @@ commit, from its hash and time; `COMMITS` stand for the generations.
 
 from __future__ import annotations
 
+import subprocess
+import tarfile
+from collections.abc import Sequence
 from datetime import datetime
+from io import BytesIO
+from pathlib import Path
 from typing import NamedTuple
 
 from nano_inference.nanochat.checkpoint import constants_at
@@ -51,20 +56,59 @@ class Commit(NamedTuple):
         return at(self.hash, self.time)
 
 
-def _commit(commit: str, time: str) -> Commit:
-    return Commit(commit, datetime.fromisoformat(time))
-
-
-COMMITS = (
-    _commit("306bc38", "2025-10-16T10:04:43-07:00"),
-    _commit("eb7bbc1", "2026-01-04T19:14:23+00:00"),
-    _commit("f9a7e0f", "2026-01-17T12:27:30-08:00"),
-    _commit("63bb583", "2026-01-18T15:27:41+00:00"),
-    _commit("535f664", "2026-02-02T19:41:42+01:00"),
-    _commit("c8d93be", "2026-01-27T22:31:17+00:00"),
-    _commit("aba30cb", "2026-03-03T00:38:53+00:00"),
-    _commit("1076f97", "2026-03-04T23:55:30+00:00"),
-    _commit("6ed7d1d", "2026-03-09T20:45:17+00:00"),
-    _commit("a825e63", "2026-03-14T17:03:06+00:00"),
-    _commit("92d63d4", "2026-07-03T22:54:57+00:00"),
+COMMITS = tuple(
+    Commit(line.split()[0], datetime.fromisoformat(line.split()[1]))
+    for line in """306bc38 2025-10-16T10:04:43-07:00
+eb7bbc1 2026-01-04T19:14:23+00:00
+f9a7e0f 2026-01-17T12:27:30-08:00
+63bb583 2026-01-18T15:27:41+00:00
+535f664 2026-02-02T19:41:42+01:00
+c8d93be 2026-01-27T22:31:17+00:00
+aba30cb 2026-03-03T00:38:53+00:00
+1076f97 2026-03-04T23:55:30+00:00
+6ed7d1d 2026-03-09T20:45:17+00:00
+a825e63 2026-03-14T17:03:06+00:00
+92d63d4 2026-07-03T22:54:57+00:00""".splitlines()
 )
+
+
+class HistoryError(Exception):
+    """A repository, a checkout or a commit cannot be used."""
+
+
+def commit_in(repository: Path, name: str) -> Commit:
+    """Return a commit of a git directory: its short hash and its committer's time."""
+    return _shown(["--git-dir", str(repository)], name, f"--repository {repository}")
+
+
+def commit_of(checkout: Path, name: str = "HEAD") -> Commit:
+    """Return the commit of a working tree, or another that its repository has."""
+    if not (checkout / "nanochat" / "gpt.py").is_file():
+        raise HistoryError(f"--checkout {checkout}: has no nanochat/gpt.py; give the root of a clone of nanochat")
+    if not (checkout / ".git").exists():
+        raise HistoryError(
+            f"--checkout {checkout}: has no .git, so its commit is unknown; give a clone, "
+            "or a git directory and a commit: --repository PATH/.git --commit HASH"
+        )
+    return _shown(["-C", str(checkout)], name, f"--checkout {checkout}")
+
+
+def export(repository: Path, commit: str, directory: Path) -> None:
+    """Write a commit's package `nanochat` to a directory."""
+    archive = _git(["--git-dir", str(repository), "archive", commit, "nanochat"], f"--repository {repository}")
+    with tarfile.open(fileobj=BytesIO(archive)) as files:
+        files.extractall(directory, filter="data")
+
+
+def _shown(where: Sequence[str], name: str, flag: str) -> Commit:
+    shown = ["show", "--no-patch", "--format=%H %cI", "--end-of-options", f"{name}^{{commit}}"]
+    commit, time = _git([*where, *shown], flag).decode().split()
+    return Commit(commit[:7], datetime.fromisoformat(time))
+
+
+def _git(arguments: Sequence[str], flag: str) -> bytes:
+    done = subprocess.run(["git", *arguments], capture_output=True, check=False)
+    if done.returncode:
+        first = done.stderr.decode(errors="replace").strip().splitlines()[:1]
+        raise HistoryError(f"{flag}: git: {''.join(first)}")
+    return done.stdout

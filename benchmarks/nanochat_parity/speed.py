@@ -6,9 +6,7 @@ pairs' ratios. In the rows `cached` each engine has answered the prompt once bef
 then computes its last token only, upstream all of it. `equal` is the share of equal tokens up to the first difference
 of a row: a rounding error can exchange two candidates of almost the same probability. Our cache has the size of
 upstream's for the largest call, and its pages are allocated before anything is counted (`kv_cache_bytes`): otherwise
-the first calls would pay for pages that all later ones use again. At the end: how fast an engine would be,
-for the deepest model, if its matrix products with weights ran at the peak of `torch.mm` in this run and nothing else
-took time. The last line is JSON, with the system's part of the seconds.
+the first calls would pay for pages that all later ones use again. The last line is JSON.
 
 Legend: d6 is a model of 6 layers and size 384; n = samples; ratio = upstream's seconds / ours; above 1 ours is faster.
 """
@@ -18,26 +16,23 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.nanochat_parity.cases import SPECIALS
-from benchmarks.nanochat_parity.peak import compared_with_products, peak_flops, product_flops
 from benchmarks.nanochat_parity.upstream import imported
 from nano_inference.config import EngineConfig
 from nano_inference.nanochat import GPT, Engine
 
-VOCAB, HEAD, LENGTH = 32768, 64, 1024
+VOCAB, HEAD = 32768, 64
 
 
 class Ids:
@@ -60,10 +55,8 @@ def engines(checkout: Path, depth: int, most_tokens: int) -> dict[str, Any]:
     """Return upstream's engine and ours on the same random model of `depth` layers; ours caches `most_tokens`."""
     gpt, engine = imported(checkout)
     size = HEAD * depth
-    heads = size // HEAD
-    config = gpt.GPTConfig(
-        sequence_len=LENGTH, vocab_size=VOCAB, n_layer=depth, n_head=heads, n_kv_head=heads, n_embd=size
-    )
+    shape = {"n_layer": depth, "n_head": depth, "n_kv_head": depth, "n_embd": size}
+    config = gpt.GPTConfig(sequence_len=1024, vocab_size=VOCAB, **shape)
     torch.manual_seed(0)
     theirs = gpt.GPT(config)
     theirs.init_weights()
@@ -79,25 +72,12 @@ def engines(checkout: Path, depth: int, most_tokens: int) -> dict[str, Any]:
     return {"upstream": engine.Engine(theirs, Ids()), "ours": ours}
 
 
-class Seconds(NamedTuple):
-    """CPU time of a call: all, and the part that the system took, mostly to provide new pages of memory."""
-
-    all: float
-    system: float
-
-
-def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[Seconds, list[list[int]]]:
-    """Return the CPU time of a call, and its columns."""
+def run(engine: Any, prompt: list[int], **arguments: Any) -> tuple[float, list[list[int]]]:
+    """Return the CPU seconds of a call, and its columns."""
     gc.collect()
-    start, system = time.process_time(), os.times().system
+    start = time.process_time()
     columns = [column for column, _ in engine.generate(list(prompt), **arguments)]
-    return Seconds(time.process_time() - start, os.times().system - system), columns
-
-
-def length_of(row: Sequence[int]) -> int:
-    """Return the number of a row's tokens up to its terminal."""
-    ends = {Ids().encode_special("<|assistant_end|>"), Ids().get_bos_token_id()}
-    return next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
+    return time.process_time() - start, columns
 
 
 def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
@@ -111,12 +91,12 @@ def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
 
 
 def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Namespace, cached: bool) -> dict[str, Any]:
-    """Return the medians of `wish.repeat` pairs after one that is not counted; `system`: that part of each median.
+    """Return the medians of `wish.repeat` pairs after one that is not counted.
 
-    `cached`: both engines have answered each prompt once before. `flops`: of the products that our runs need.
+    `cached`: both engines have answered each prompt once before.
     """
-    seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
-    shares, flops = [], []
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    shares = []
     for seed in range(wish.repeat + 1):
         random = torch.Generator().manual_seed(zlib.crc32(f"{samples} {top_k} {cached} {seed}".encode()))
         prompt = torch.randint(0, VOCAB - 100, (wish.prompt,), generator=random).tolist()
@@ -128,13 +108,10 @@ def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Nam
         for name, (took, _) in found.items():
             seconds[name] += [took] if seed else []
         shares.append(equal_share(found["upstream"][1], found["ours"][1]))
-        lengths = [length_of(row) for row in zip(*found["ours"][1], strict=True)]
-        flops.append(product_flops(sides["ours"].model, 1 if cached else wish.prompt, lengths))
-    middle = {name: statistics.median(one.all for one in values) for name, values in seconds.items()}
-    system = {name: statistics.median(one.system for one in values) for name, values in seconds.items()}
-    ratio = statistics.median(a.all / b.all for a, b in zip(*seconds.values(), strict=True))
-    facts = {"equal": statistics.mean(shares), "flops": statistics.median(flops[1:])}
-    return {"samples": samples, "top_k": top_k, "cached": cached, **middle, "system": system, "ratio": ratio, **facts}
+    middle = {name: statistics.median(values) for name, values in seconds.items()}
+    ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
+    equal = statistics.mean(shares)
+    return {"samples": samples, "top_k": top_k, "cached": cached, **middle, "ratio": ratio, "equal": equal}
 
 
 def main() -> None:
@@ -150,7 +127,6 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{'model':>6}{'n':>5}{'top-k':>7}{'prompt':>8}{'upstream s':>12}{'ours s':>9}{'ratio':>8}{'equal':>8}")
     rows: list[dict[str, Any]] = []
-    peaks = [peak_flops()]
     for depth in wish.depths:
         sides = engines(wish.checkout, depth, max(wish.samples) * (wish.prompt + wish.tokens))
         calls = [(samples, top_k, False) for top_k in wish.top_k for samples in wish.samples]
@@ -160,11 +136,6 @@ def main() -> None:
             head = f"{f'd{depth}':>6}{samples:>5}{top_k or '–':>7}{'cached' if cached else 'new':>8}"
             figures = f"{row['upstream']:>12.3f}{row['ours']:>9.3f}{row['ratio']:>7.2f}x{row['equal']:>8.1%}"
             print(head + figures, flush=True)
-        peaks.append(peak_flops())
-    print(f"peak of torch.mm, before and after each model: {', '.join(f'{one / 1e9:.0f}' for one in peaks)} GFLOP/s")
-    for row in rows:
-        if row["depth"] == max(wish.depths):
-            print(compared_with_products(row, max(peaks)))
     print(json.dumps(rows))
 
 

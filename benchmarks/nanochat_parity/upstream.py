@@ -23,15 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cases
 
 REPLACED = (
-    "rustbpe",
-    "tiktoken",
-    "tokenizers",
-    "wandb",
-    "kernels",
-    "filelock",
-    "psutil",
-    "datasets",
-    "huggingface_hub",
+    *("rustbpe", "tiktoken", "tokenizers", "wandb", "kernels"),
+    *("filelock", "psutil", "datasets", "huggingface_hub"),
 )
 
 
