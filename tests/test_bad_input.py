@@ -22,7 +22,8 @@ from nano_inference import (
 from nano_inference.core.admission import Limits, checked
 from nano_inference.types import TrainingSample
 from tests.models.families import VOCAB_SIZE
-from tests.sim.fakes import Failing, fake_config, fake_parts, raising
+from tests.sim.fakes import Failing, fake_config, fake_parts, is_idle, raising
+from tests.sim.versioned import run_to_end
 
 PROMPT = [5, 9, 30, 2, 44]
 LONG = SamplingParams(max_tokens=25, seed=4, ignore_eos=True)
@@ -38,16 +39,6 @@ def fake(**changes: Any) -> InferenceEngine:
 
 def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:
     return [sample.completion_tokens for sample in samples]
-
-
-def run_to_end(running: InferenceEngine) -> dict[int, TrainingSample]:
-    return {sample.request_id: sample for _ in iter(running.has_pending, False) for sample in running.step()}
-
-
-def is_idle(running: InferenceEngine) -> bool:
-    kv = running.parts.kv
-    kv.check()
-    return not running.has_pending() and kv.num_free_blocks() == kv.num_blocks
 
 
 LIMITS = Limits(vocab_size=50, max_model_len=100, num_blocks=60, block_size=4, eos_token_ids=frozenset([7]))

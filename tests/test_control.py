@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
 
 from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams, TrainingSample
 from tests.lines import counted_lines
-from tests.sim.fakes import fake_config, fake_parts, reference
+from tests.sim.fakes import fake_engine, reference
 from tests.weights.pairs import OpenEngine, Pair
 
 LONG = SamplingParams(max_tokens=20, seed=4, ignore_eos=True)
 PROMPT = [5, 9, 30, 2, 44]
-
-
-def fake(num_blocks: int = 60, **options: Any) -> InferenceEngine:
-    return InferenceEngine(fake_config(**options), parts=fake_parts("radix", num_blocks, 4))
 
 
 def run_out(engine: InferenceEngine) -> list[TrainingSample]:
@@ -43,7 +38,7 @@ def is_right(samples: list[TrainingSample]) -> bool:
 
 @pytest.mark.parametrize("clear_cache", [False, True])
 def test_pause_keep_suspends_all_requests(clear_cache: bool) -> None:
-    engine = fake()
+    engine = fake_engine()
     started(engine)
     computed = engine.parts.runner.num_computed
     for _ in range(2):
@@ -62,7 +57,7 @@ def test_pause_keep_suspends_all_requests(clear_cache: bool) -> None:
 
 
 def test_pause_wait_finishes_started_requests_and_starts_none() -> None:
-    engine = fake(max_batch_size=2)
+    engine = fake_engine(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
     engine.pause("wait")
@@ -79,7 +74,7 @@ def test_pause_wait_finishes_started_requests_and_starts_none() -> None:
 
 
 def test_pause_abort_returns_partial_samples() -> None:
-    engine = fake(max_batch_size=2)
+    engine = fake_engine(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
     engine.pause("abort")
@@ -96,7 +91,7 @@ def test_pause_abort_returns_partial_samples() -> None:
 @pytest.mark.parametrize("clear_cache", [False, True])
 @pytest.mark.parametrize("was_paused", [False, True])
 def test_nonblocking_pause_completes_in_ticks(clear_cache: bool, was_paused: bool) -> None:
-    engine = fake(max_batch_size=2)
+    engine = fake_engine(max_batch_size=2)
     first = started(engine)
     if was_paused:
         engine.pause("keep")
@@ -118,7 +113,7 @@ def test_nonblocking_pause_completes_in_ticks(clear_cache: bool, was_paused: boo
 
 @pytest.mark.parametrize("was_paused", [False, True])
 def test_waiting_pause_can_be_cancelled(was_paused: bool) -> None:
-    engine = fake()
+    engine = fake_engine()
     started(engine)
     if was_paused:
         engine.pause("keep")
@@ -131,7 +126,7 @@ def test_waiting_pause_can_be_cancelled(was_paused: bool) -> None:
 
 
 def test_new_pause_replaces_a_waiting_one() -> None:
-    engine = fake()
+    engine = fake_engine()
     started(engine)
     engine.pause("wait", blocking=False)
     engine.pause("keep")
@@ -153,7 +148,7 @@ def test_new_pause_replaces_a_waiting_one() -> None:
 
 
 def test_draining_an_engine_asleep_raises() -> None:
-    engine = fake()
+    engine = fake_engine()
     started(engine)
     engine.sleep()
     for blocking in (True, False):
@@ -164,7 +159,7 @@ def test_draining_an_engine_asleep_raises() -> None:
 
 
 def test_requests_end_with_their_last_deltas() -> None:
-    engine = fake(max_batch_size=2)
+    engine = fake_engine(max_batch_size=2)
     first = started(engine)
     second = engine.add_request([1, 2], LONG)
     (only,) = engine.end_requests([second, 99])
@@ -197,7 +192,7 @@ def test_weights_can_be_labelled_during_and_after_an_update(untied: Pair, open_e
 
 @pytest.mark.parametrize("hold", ["pause", "sleep"])
 def test_waiting_on_a_halted_engine_raises(hold: str) -> None:
-    engine = fake()
+    engine = fake_engine()
     stream = engine.stream(PROMPT, LONG)
     next(stream)
     getattr(engine, hold)()
@@ -212,7 +207,7 @@ def test_waiting_on_a_halted_engine_raises(hold: str) -> None:
 
 
 def test_invalid_arguments_are_named() -> None:
-    engine = fake()
+    engine = fake_engine()
     with pytest.raises(BadRequest, match="mode must be one of keep, wait, abort, got 'stop'"):
         engine.pause("stop")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="clear_cache must be true or false"):
@@ -260,7 +255,7 @@ def test_discarded_weights_must_be_replaced_before_steps_run(untied: Pair, open_
 
 
 def test_flush_frees_idle_blocks_now_and_held_ones_on_release() -> None:
-    engine = fake()
+    engine = fake_engine()
     engine.generate([[*range(20)]], LONG)
     started(engine)
     held = engine.parts.kv.num_blocks - engine.parts.kv.num_free_blocks()
@@ -272,7 +267,7 @@ def test_flush_frees_idle_blocks_now_and_held_ones_on_release() -> None:
 
 
 def test_all_requests_are_aborted_at_once() -> None:
-    engine = fake(max_batch_size=2)
+    engine = fake_engine(max_batch_size=2)
     first = started(engine)
     second, third = (engine.add_request([1, 2], LONG) for _ in range(2))
     assert [s.request_id for s in engine.abort([first, third, first, 99])] == [first, first, third]
@@ -281,7 +276,7 @@ def test_all_requests_are_aborted_at_once() -> None:
 
 
 def test_progress_callback_can_pause_the_engine() -> None:
-    engine = fake()
+    engine = fake_engine()
     with pytest.raises(EnginePaused):
         engine.generate([PROMPT], LONG, progress=lambda _: engine.pause())
     engine.resume()
@@ -292,7 +287,7 @@ def test_draining_step_does_not_scan_the_queue() -> None:
     """The cost depends on started requests, not on queued ones."""
 
     def lines_of_drain(num_queued: int) -> int:
-        engine = fake(max_batch_size=2)
+        engine = fake_engine(max_batch_size=2)
         first = started(engine, steps=1)
         for _ in range(num_queued):
             engine.add_request(PROMPT, LONG)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import LogprobsMode
 from tests.models.families import VOCAB_SIZE, gap, make_model
-from tests.sim.fakes import EOS, fake_config, fake_parts
+from tests.sim.fakes import EOS, fake_config, fake_engine, fake_parts, is_idle
 
 PROMPT = [5, 9, 30, 2, 44]
 LONG = SamplingParams(max_tokens=25, seed=4, ignore_eos=True)
@@ -21,10 +21,6 @@ LONG = SamplingParams(max_tokens=25, seed=4, ignore_eos=True)
 def engine(directory: Path, **options: Any) -> InferenceEngine:
     options = {"kv_cache_bytes": 16 << 20, "device": "cpu", "block_size": 4} | options
     return InferenceEngine(EngineConfig(model_path=str(directory), **options))
-
-
-def fake(cache_type: str = "radix", num_blocks: int = 60, **options: Any) -> InferenceEngine:
-    return InferenceEngine(fake_config(**options), parts=fake_parts(cache_type, num_blocks, 4))
 
 
 def tokens_of(samples: list[TrainingSample]) -> list[tuple[int, ...]]:
@@ -39,21 +35,15 @@ def run_to_end(running: InferenceEngine) -> dict[int, list[TrainingSample]]:
     return found
 
 
-def is_idle(running: InferenceEngine) -> bool:
-    kv = running.parts.kv
-    kv.check()
-    return not running.has_pending() and kv.num_free_blocks() == kv.num_blocks
-
-
 def test_samples_are_prompt_major_in_any_order_of_ending() -> None:
     prompts = [[1], [2, 3], [4, 5, 6]]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (20, 3, 9)]
     for options in ({"num_samples_per_prompt": 2}, {"num_samples": 2}):
-        samples = fake().generate(prompts, params, **options)
+        samples = fake_engine().generate(prompts, params, **options)
         assert [list(s.prompt_tokens) for s in samples] == [p for p in prompts for _ in range(2)]
         assert [s.sample_index for s in samples] == [0, 1] * 3
         assert [len(s.completion_tokens) for s in samples] == [20, 20, 3, 3, 9, 9]
-    assert fake().generate([]) == []
+    assert fake_engine().generate([]) == []
 
 
 def test_a_seeded_request_gives_different_reproducible_samples(tiny_llama: Path) -> None:
@@ -67,7 +57,7 @@ def test_a_seeded_request_gives_different_reproducible_samples(tiny_llama: Path)
 
 def test_unseeded_requests_differ_and_an_engine_seed_repeats_them() -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    twice = [tokens_of(fake().generate([PROMPT, PROMPT], params)) for _ in range(2)]
+    twice = [tokens_of(fake_engine().generate([PROMPT, PROMPT], params)) for _ in range(2)]
     assert twice[0] == twice[1] and twice[0][0] != twice[0][1]
     unseeded = replace(fake_config(), seed=None)
     found = [tokens_of(InferenceEngine(unseeded, parts=fake_parts("radix", 60, 4)).generate([PROMPT], params))[0]]
@@ -77,10 +67,10 @@ def test_unseeded_requests_differ_and_an_engine_seed_repeats_them() -> None:
 
 def test_a_stream_yields_what_generate_returns() -> None:
     params = SamplingParams(max_tokens=15, seed=2, ignore_eos=True, logprobs=1)
-    expected = fake().generate([PROMPT], params, 2)
+    expected = fake_engine().generate([PROMPT], params, 2)
     parts: dict[int, list[int]] = {0: [], 1: []}
     last = {}
-    for delta in fake().stream(PROMPT, params, 2):
+    for delta in fake_engine().stream(PROMPT, params, 2):
         parts[delta.sample_index] += delta.token_ids
         assert len(delta.token_ids) == len(delta.logprobs) == len(delta.mask) == len(delta.top_logprobs or ())
         assert delta.sample_index not in last, "nothing comes after the last delta"
@@ -93,7 +83,7 @@ def test_a_stream_yields_what_generate_returns() -> None:
 
 @pytest.mark.parametrize("num_read", [0, 1, 5])
 def test_closing_a_stream_aborts_it_and_frees_its_blocks(num_read: int) -> None:
-    ours = fake()
+    ours = fake_engine()
     stream = ours.stream(PROMPT, LONG, 3)
     for _ in range(num_read):
         next(stream)
@@ -102,7 +92,7 @@ def test_closing_a_stream_aborts_it_and_frees_its_blocks(num_read: int) -> None:
 
 
 def test_deltas_requires_a_claimed_request() -> None:
-    ours = fake()
+    ours = fake_engine()
     claimed, other = ours.add_request(PROMPT, LONG, claim=True), ours.add_request(PROMPT, LONG)
     assert sum(len(delta.token_ids) for delta in ours.deltas(claimed)) == 25
     for request_id in (claimed, other, 99):
@@ -112,8 +102,8 @@ def test_deltas_requires_a_claimed_request() -> None:
 
 def test_streams_and_other_requests_share_the_steps() -> None:
     a, b = [7, 8], [9, 10, 11]
-    alone = tokens_of(fake().generate([a, b, PROMPT], LONG))
-    ours = fake()
+    alone = tokens_of(fake_engine().generate([a, b, PROMPT], LONG))
+    ours = fake_engine()
     pending = ours.add_request(PROMPT, LONG)
     streams = [ours.stream(a, LONG), ours.stream(b, LONG)]
     found: list[list[int]] = [[], []]
@@ -129,9 +119,9 @@ def test_streams_and_other_requests_share_the_steps() -> None:
 
 
 def test_abort_returns_partial_samples_at_every_stage() -> None:
-    whole = fake().generate([PROMPT], LONG, 2)
+    whole = fake_engine().generate([PROMPT], LONG, 2)
     for num_steps in (0, 1, 4, 9):
-        ours = fake(max_tokens_per_batch=3)
+        ours = fake_engine(max_tokens_per_batch=3)
         other = ours.add_request([1, 2], LONG)
         mine = ours.add_request(PROMPT, LONG, 2)
         for _ in range(num_steps):
@@ -149,20 +139,22 @@ def test_abort_returns_partial_samples_at_every_stage() -> None:
 
 def test_lengths_and_stops() -> None:
     def one(prompt: list[int] = PROMPT, **options: Any) -> TrainingSample:
-        return fake().generate([prompt], SamplingParams(**({"seed": 4, "max_tokens": 400} | options)))[0]
+        return fake_engine().generate([prompt], SamplingParams(**({"seed": 4, "max_tokens": 400} | options)))[0]
 
     nothing = one(max_tokens=0)
     assert (nothing.completion_tokens, nothing.finish_reason) == ((), "length")
-    free = fake(num_blocks=200).generate([PROMPT], SamplingParams(seed=4, max_tokens=400, ignore_eos=True))[0]
+    free = fake_engine(num_blocks=200).generate([PROMPT], SamplingParams(seed=4, max_tokens=400, ignore_eos=True))[0]
     end = free.completion_tokens.index(EOS)
-    stopped = fake(num_blocks=200).generate([PROMPT], SamplingParams(seed=4, max_tokens=400))[0]
+    stopped = fake_engine(num_blocks=200).generate([PROMPT], SamplingParams(seed=4, max_tokens=400))[0]
     assert (stopped.completion_tokens, stopped.finish_reason) == (free.completion_tokens[: end + 1], "stop")
     assert stopped.stop_reason is None
     token = free.completion_tokens[3]
-    named = fake().generate([PROMPT], SamplingParams(seed=4, max_tokens=9, stop_token_ids=[token], ignore_eos=True))[0]
+    named = fake_engine().generate(
+        [PROMPT], SamplingParams(seed=4, max_tokens=9, stop_token_ids=[token], ignore_eos=True)
+    )[0]
     assert (named.finish_reason, named.stop_reason) == ("stop", token)
     assert named.completion_tokens == free.completion_tokens[: free.completion_tokens.index(token) + 1]
-    room = fake(num_blocks=5).generate([PROMPT], SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    room = fake_engine(num_blocks=5).generate([PROMPT], SamplingParams(max_tokens=None, ignore_eos=True))[0]
     assert len(room.completion_tokens) == 15, "as many as there is room for"
     short = InferenceEngine(fake_config(), parts=replace(fake_parts("radix", 60, 4), max_model_len=12))
     cut = short.generate([PROMPT], LONG)[0]
@@ -205,7 +197,7 @@ def test_logprobs_have_the_requested_shape_and_raw_values(tiny_llama: Path) -> N
 @pytest.mark.parametrize("start", [-1, True, 1.5, [0], [0, -1], "0"])
 def test_score_rejects_invalid_start(start: object) -> None:
     with pytest.raises(BadRequest, match="start must be an integer"):
-        fake().score([[1, 2], [3, 4]], start)  # type: ignore[arg-type]
+        fake_engine().score([[1, 2], [3, 4]], start)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("mode", "top_k"), [("raw", 0), ("tempered", 6), ("processed", 0), ("processed", 6)])
@@ -281,7 +273,7 @@ def test_other_runtime_errors_are_not_out_of_memory(tiny_llama: Path) -> None:
 
 
 def test_step_result_lists_started_sequences() -> None:
-    running = fake(max_batch_size=2)
+    running = fake_engine(max_batch_size=2)
     first = running.add_request(PROMPT, LONG, 2)
     second = running.add_request([1, 2], LONG)
     started = [one for _ in range(60) if running.has_pending() for one in running.tick().started]
@@ -291,8 +283,8 @@ def test_step_result_lists_started_sequences() -> None:
 
 @pytest.mark.parametrize("is_paused", [False, True])
 def test_step_without_work_counts_nothing(is_paused: bool) -> None:
-    running = fake()
+    running = fake_engine()
     if is_paused:
         running.pause()
     counted = asdict(running.tick().stats)
-    assert counted.pop("num_free_blocks") == 60 and set(counted.values()) == {0}
+    assert counted.pop("num_free_blocks") == 100 and set(counted.values()) == {0}

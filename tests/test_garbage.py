@@ -9,14 +9,10 @@ import pytest
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.config import CacheType
 from nano_inference.types import StepResult
-from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.fakes import fake_engine
 
 NUM_ROWS, LOOKAHEAD = 8, 4
 PARAMS = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
-
-
-def new_engine(cache_type: CacheType) -> InferenceEngine:
-    return InferenceEngine(fake_config(), parts=fake_parts(cache_type, 2000, 4, lookahead=LOOKAHEAD))
 
 
 class Counts:
@@ -40,7 +36,7 @@ class Counts:
 def test_a_decode_step_leaves_no_objects_to_search(cache_type: CacheType) -> None:
     """Requests that only return samples, as those of `generate`."""
     counts = Counts()
-    with new_engine(cache_type) as engine:
+    with fake_engine(cache_type, 2000, LOOKAHEAD) as engine:
         gc.collect()
         engine.generate([[1, 2, 3]] * NUM_ROWS, PARAMS, progress=counts)
     assert counts.growth < NUM_ROWS and counts.num_in_cycles < NUM_ROWS
@@ -50,7 +46,7 @@ def test_a_decode_step_leaves_no_objects_to_search(cache_type: CacheType) -> Non
 def test_a_step_leaves_no_objects_to_search_when_deltas_are_taken(cache_type: CacheType) -> None:
     """Requests whose deltas are read after each step."""
     counts = Counts()
-    with new_engine(cache_type) as engine:
+    with fake_engine(cache_type, 2000, LOOKAHEAD) as engine:
         ids = [engine.add_request([1, 2, 3], PARAMS, claim=True) for _ in range(NUM_ROWS)]
         gc.collect()
         for _ in range(90):
@@ -67,7 +63,7 @@ def test_streams_that_were_dropped_leave_no_objects() -> None:
         gc.collect()
         return len(gc.get_objects())
 
-    with new_engine("radix") as engine:
+    with fake_engine("radix", 2000, LOOKAHEAD) as engine:
         num_objects = [drop_one() for _ in range(30)]
     assert num_objects[-1] - num_objects[10] < 5
 
@@ -83,5 +79,5 @@ def test_a_request_of_a_call_keeps_samples_and_no_deltas() -> None:
             engine.deltas(request_id)
         assert [sample.sample_index for sample in engine.collect(request_id)] == [0, 1]
 
-    with new_engine("radix") as engine:
+    with fake_engine("radix", 2000, LOOKAHEAD) as engine:
         engine.exclusively(lambda: work(engine))

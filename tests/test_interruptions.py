@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from nano_inference import BadRequest, EngineDead, EnginePaused, InferenceEngine, SamplingParams, WeightError
-from tests.sim.fakes import Failing, fake_config, fake_parts, raising
+from tests.sim.fakes import Failing, fake_config, fake_engine, fake_parts, raising
 from tests.sim.versioned import new_weights, versioned_engine
 from tests.weights.pairs import OpenEngine, Pair
 
@@ -121,7 +121,7 @@ def test_source_that_exits_its_thread_fails_the_update(untied: Pair, open_engine
 
 
 def test_sample_ended_by_its_program_is_returned_unchanged() -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
+    engine = fake_engine()
     engine.add_request(PROMPT, LONG, program=Failing())
     while engine.has_pending():
         broken = engine.step()

@@ -10,15 +10,11 @@ import pytest
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams, TrainingSample, run_rollouts
 from nano_inference.rl.rollout import Rollout, extend, start
-from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.fakes import fake_engine
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPT = [5, 9, 30, 2, 44]
 PARAMS = SamplingParams(max_tokens=16, seed=4, ignore_eos=True)
-
-
-def fake(lineage: str | None = None) -> InferenceEngine:
-    return InferenceEngine(fake_config(lineage=lineage), parts=fake_parts("radix", 200, 4))
 
 
 def interrupted(engine: InferenceEngine, steps: int = 5) -> TrainingSample:
@@ -29,8 +25,8 @@ def interrupted(engine: InferenceEngine, steps: int = 5) -> TrainingSample:
 
 
 def test_samples_have_their_engines_lineage() -> None:
-    one, two = fake(), fake()
-    assert len({one.lineage, two.lineage, fake().lineage}) == 3 and len(one.lineage) >= 16
+    one, two = fake_engine(), fake_engine()
+    assert len({one.lineage, two.lineage, fake_engine().lineage}) == 3 and len(one.lineage) >= 16
     assert {sample.lineage for sample in one.generate([PROMPT], PARAMS, 3)} == {one.lineage}
     assert interrupted(two).lineage == two.lineage
     assert interrupted(two, 0).lineage == two.lineage
@@ -38,7 +34,7 @@ def test_samples_have_their_engines_lineage() -> None:
 
 
 def test_resume_in_another_engine_raises_naming_both_lineages() -> None:
-    one, two = fake(), fake()
+    one, two = fake_engine(), fake_engine()
     partial = interrupted(one)
     assert partial.completion_tokens
     with pytest.raises(BadRequest, match="partial: its lineage is") as caught:
@@ -51,7 +47,7 @@ def test_resume_in_another_engine_raises_naming_both_lineages() -> None:
 
 
 def test_engines_with_equal_lineage_resume_each_others_samples() -> None:
-    one, two = fake("pool-7"), fake("pool-7")
+    one, two = fake_engine(lineage="pool-7"), fake_engine(lineage="pool-7")
     assert one.lineage == two.lineage == "pool-7"
     done = two.complete([interrupted(one)], PARAMS)[0]
     assert (done.lineage, done.completion_tokens) == ("pool-7", one.generate([PROMPT], PARAMS)[0].completion_tokens)
@@ -69,7 +65,7 @@ def test_sample_of_a_later_version_is_refused(untied: Pair, open_engine: OpenEng
 
 
 def test_a_sample_without_tokens_or_without_a_lineage_is_accepted() -> None:
-    one, two = fake(), fake()
+    one, two = fake_engine(), fake_engine()
     empty = interrupted(one, 0)
     assert not empty.completion_tokens
     assert two.complete([empty], PARAMS)[0].lineage == two.lineage
@@ -81,7 +77,7 @@ def test_a_sample_without_tokens_or_without_a_lineage_is_accepted() -> None:
 
 
 def test_a_lineage_survives_json_and_must_be_text() -> None:
-    sample = interrupted(fake("a"))
+    sample = interrupted(fake_engine(lineage="a"))
     again = TrainingSample.from_dict(json.loads(json.dumps(sample.to_dict())))
     assert (again, again.lineage) == (sample, "a")
     assert pickle.loads(pickle.dumps(sample)).lineage == "a"
@@ -107,7 +103,7 @@ def test_lineage_survives_updates_and_sleep_and_differs_in_copies(untied: Pair, 
 
 
 def test_rollouts_have_one_lineage() -> None:
-    one, two = fake(), fake()
+    one, two = fake_engine(), fake_engine()
     answers = iter([(7, 8), None])
     (rollout,) = run_rollouts(one, [PROMPT], lambda _: next(answers), PARAMS, max_turns=3)
     assert rollout.lineage == one.lineage and len(rollout.turns) == 2

@@ -14,22 +14,13 @@ import numpy as np
 import pytest
 
 from nano_inference import BadRequest, EngineBusy, EngineConfig, InferenceEngine, SamplingParams
-from tests.sim.fakes import VOCAB_SIZE, fake_config, fake_parts
+from tests.sim.fakes import VOCAB_SIZE, fake_engine, is_idle
 from tests.sim.versioned import content, run_to_end
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPT = [5, 9, 30, 2, 44]
 PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
 ALL_BITS = b"\xff" * -(-VOCAB_SIZE // 8)
-
-
-def fake_engine() -> InferenceEngine:
-    return InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
-
-
-def holds_nothing(engine: InferenceEngine) -> bool:
-    engine.parts.kv.check()
-    return not engine.has_pending() and engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
 
 
 class Hold:
@@ -84,7 +75,7 @@ def test_calls_from_other_threads_raise_engine_busy() -> None:
         assert engine.is_alive and engine.get_weight_version() == 0 and engine.has_pending()
         hold.may_leave.set()
         assert content(running.result()) == expected
-    assert content(engine.generate([PROMPT], PARAMS)) == expected and holds_nothing(engine)
+    assert content(engine.generate([PROMPT], PARAMS)) == expected and is_idle(engine)
 
 
 class Calling:
@@ -126,7 +117,7 @@ def test_a_program_that_calls_the_engine_ends_its_own_sample(name: str) -> None:
     for request in (bad, worse):
         assert samples[request].finish_reason == "abort"
         assert "EngineBusy: the engine was called from inside" in str(samples[request].stop_reason)
-    assert engine.is_alive and holds_nothing(engine)
+    assert engine.is_alive and is_idle(engine)
 
 
 class Program:
@@ -174,7 +165,7 @@ def test_program_with_invalid_result_ends_its_own_sample(program: Program, messa
     bad = engine.add_request(PROMPT, PARAMS, program=program)  # type: ignore[arg-type]
     samples = run_to_end(engine)
     assert samples[bad].finish_reason == "abort" and message in str(samples[bad].stop_reason)
-    assert content([samples[good]]) == expected and holds_nothing(engine)
+    assert content([samples[good]]) == expected and is_idle(engine)
 
 
 def test_integers_of_other_libraries_become_python_ints() -> None:
@@ -221,7 +212,7 @@ def test_matcher_with_invalid_result_ends_its_own_sample(
     bad = engine.add_request(PROMPT, PARAMS, make_matcher=lambda: Matcher(mask, verdict))
     samples = run_to_end(engine)
     assert samples[bad].finish_reason == "abort" and message in str(samples[bad].stop_reason)
-    assert content([samples[good]]) == expected and holds_nothing(engine)
+    assert content([samples[good]]) == expected and is_idle(engine)
 
 
 class Insisting:
@@ -259,7 +250,7 @@ def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
     engine.parts.runner.on_step = let_go
     before = engine.parts.runner.num_computed
     engine.generate([PROMPT], PARAMS)
-    assert holds_nothing(engine) and not streams
+    assert is_idle(engine) and not streams
     assert engine.parts.runner.num_computed - before < 60
 
 
@@ -282,4 +273,4 @@ def test_refused_next_leaves_the_stream_unchanged() -> None:
         running.result()
     tokens += [token for delta in stream for token in delta.token_ids]
     assert tuple(tokens) == expected
-    assert list(stream) == [] and holds_nothing(engine)
+    assert list(stream) == [] and is_idle(engine)

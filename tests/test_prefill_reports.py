@@ -8,15 +8,11 @@ import pytest
 
 from nano_inference import EngineRequest, InferenceEngine, SamplingParams
 from nano_inference.types import Delta, Prefill
-from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.fakes import fake_engine
 
 PROMPT = [(7 * index) % 40 + 5 for index in range(70)]
 REQUEST = EngineRequest(prompt=PROMPT, params=SamplingParams(max_tokens=4, seed=1, ignore_eos=True))
 REPORTING = replace(REQUEST, reports_prefill=True)
-
-
-def engine(num_blocks: int = 60) -> InferenceEngine:
-    return InferenceEngine(fake_config(max_tokens_per_batch=16), parts=fake_parts("radix", num_blocks, 4))
 
 
 def deltas_of(running: InferenceEngine, *requests: EngineRequest) -> list[list[Delta]]:
@@ -34,8 +30,8 @@ def bare(delta: Delta) -> Delta:
 
 
 def test_each_step_of_a_prefill_is_reported() -> None:
-    (plain,) = deltas_of(engine(), REQUEST)
-    running = engine()
+    (plain,) = deltas_of(fake_engine(max_tokens_per_batch=16), REQUEST)
+    running = fake_engine(max_tokens_per_batch=16)
     (found,) = deltas_of(running, REPORTING)
     assert [delta.prefill for delta in found] == [Prefill(0, n) for n in (16, 32, 48, 64, 70)] + [None] * 3
     assert [len(delta.token_ids) for delta in found] == [0] * 4 + [1] * 4
@@ -48,14 +44,14 @@ def test_each_step_of_a_prefill_is_reported() -> None:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17])
 def test_a_prompt_of_one_step_is_reported_with_its_first_token(length: int) -> None:
-    (found,) = deltas_of(engine(), replace(REPORTING, prompt=PROMPT[:length]))
+    (found,) = deltas_of(fake_engine(max_tokens_per_batch=16), replace(REPORTING, prompt=PROMPT[:length]))
     steps = [min(16, length), *([length] if length > 16 else [])]
     assert [one.prefill for one in found if one.prefill] == [Prefill(0, n) for n in steps]
     assert found[len(steps) - 1].token_ids and len(found) == len(steps) + 3
 
 
 def test_a_sample_preempted_after_its_first_token_is_not_reported_again() -> None:
-    running = engine()
+    running = fake_engine(max_tokens_per_batch=16)
     running.add(REPORTING, claim=True)
     found: list[Delta] = []
     while len(found) < 6:  # four reports and two tokens

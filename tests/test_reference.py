@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from nano_inference import BadRequest, EnginePaused, InferenceEngine, SamplingParams
+from nano_inference import BadRequest, EnginePaused, SamplingParams
 from tests.models.families import gap
-from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.fakes import fake_engine
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPTS = [[5, 9, 30, 2, 44], [7] * 21, [1]]
@@ -38,7 +38,7 @@ def test_copy_is_independent(tied: Pair, open_engine: OpenEngine) -> None:
 
 def test_copy_rejects_engine_without_model(untied: Pair, open_engine: OpenEngine) -> None:
     with pytest.raises(BadRequest, match="has no model that can be copied"):
-        InferenceEngine(fake_config(), parts=fake_parts("radix", 10, 4)).copy()
+        fake_engine().copy()
     engine = open_engine(untied)
     with pytest.raises(BadRequest, match="kv_cache_bytes: 1 bytes do not hold one block"):
         engine.copy(kv_cache_bytes=1)

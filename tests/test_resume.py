@@ -8,15 +8,11 @@ from dataclasses import replace
 import pytest
 
 from nano_inference import BadRequest, InferenceEngine, SamplingParams, TrainingSample
-from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts
+from tests.sim.fakes import Calculator, StopAfter, fake_engine
 from tests.weights.pairs import OpenEngine, Pair
 
 PROMPT = [5, 9, 30, 2, 44]
 LONG = SamplingParams(max_tokens=24, seed=4, ignore_eos=True)
-
-
-def fake() -> InferenceEngine:
-    return InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
 
 
 def interrupted(engine: InferenceEngine, params: SamplingParams, steps: int, count: int = 1) -> list[TrainingSample]:
@@ -51,7 +47,7 @@ def test_repeatedly_aborted_sample_is_identical(untied: Pair, open_engine: OpenE
 
 
 def test_resumed_sample_keeps_its_random_seed() -> None:
-    engine = fake()
+    engine = fake_engine()
     params = replace(LONG, seed=None)
     parts = interrupted(engine, params, 6, 2)
     assert parts[0].seed is not None
@@ -66,7 +62,7 @@ def test_resume_restores_program_and_matcher(cache_type: str) -> None:
     for seed in range(30):
         rng = random.Random(seed)
         params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
-        engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4))
+        engine = fake_engine(cache_type)
 
         def run(partial: TrainingSample | None, steps: int, engine=engine, params=params) -> TrainingSample:
             request = engine.add_request(
@@ -99,7 +95,7 @@ def test_a_completed_sample_keeps_the_versions_of_its_parts(untied: Pair, open_e
 
 
 def test_resumed_sample_scores_only_its_prompt() -> None:
-    engine = fake()
+    engine = fake_engine()
     params = replace(LONG, prompt_logprobs=0)
     whole = engine.complete(interrupted(engine, params, 6), params)[0]
     assert whole.prompt_logprobs == engine.generate([PROMPT], params)[0].prompt_logprobs
@@ -107,14 +103,14 @@ def test_resumed_sample_scores_only_its_prompt() -> None:
 
 
 def test_complete_returns_finished_samples_unchanged() -> None:
-    engine = fake()
+    engine = fake_engine()
     ended = engine.generate([PROMPT], LONG)
     assert engine.complete(ended, LONG)[0] is ended[0]
     assert engine.complete([], LONG) == []
 
 
 def test_a_sample_that_reached_its_length_can_be_made_longer() -> None:
-    engine = fake()
+    engine = fake_engine()
     short = engine.generate([PROMPT], replace(LONG, max_tokens=7))[0]
     engine.add_request(PROMPT, LONG, partial=short)
     while engine.has_pending():
@@ -123,7 +119,7 @@ def test_a_sample_that_reached_its_length_can_be_made_longer() -> None:
 
 
 def test_resume_rejects_invalid_partial_naming_the_field() -> None:
-    engine = fake()
+    engine = fake_engine()
     part = interrupted(engine, LONG, 6)[0]
     ended = replace(part, finish_reason="stop")
     unforced = replace(part, completion_tokens=(1,) * 6, mask=(1, 0, 1, 1, 1, 1))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nano_inference.build import EngineParts
 from nano_inference.config import EngineConfig, Speculation
 from nano_inference.core.cache import make_kv
 from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult
+from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams
 
 VOCAB_SIZE = 50
@@ -217,6 +219,19 @@ def fake_config(
         speculation=speculation,
         lineage=lineage,
     )
+
+
+def fake_engine(
+    cache_type: str = "radix", num_blocks: int = 100, lookahead: int = 1, drawing: Drawing = next_token, **options: Any
+) -> InferenceEngine:
+    """An engine without a model, with blocks of 4 tokens; `options` are those of `fake_config`."""
+    return InferenceEngine(fake_config(**options), parts=fake_parts(cache_type, num_blocks, 4, lookahead, drawing))
+
+
+def is_idle(engine: InferenceEngine) -> bool:
+    """Whether an engine has no request and holds no block."""
+    engine.cache.check()
+    return not engine.has_pending() and engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
 def reference(

@@ -15,6 +15,7 @@ from tests.sim.fakes import (
     FakeRunner,
     StopAfter,
     fake_config,
+    fake_engine,
     fake_parts,
     next_token,
     parrot,
@@ -207,7 +208,7 @@ def test_drafts_change_no_output(cache_type: str, tight: bool, seeds: range) -> 
 
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_a_group_prefills_its_prompt_once(cache_type: str) -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4))
+    engine = fake_engine(cache_type)
     engine.generate([list(range(20, 40))], SamplingParams(max_tokens=1, seed=1), 8)
     computed = engine.parts.runner.num_computed
     tail = 4 if cache_type == "paged" else 1  # the radix cache copies the part of a block that agrees
@@ -216,7 +217,7 @@ def test_a_group_prefills_its_prompt_once(cache_type: str) -> None:
 
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_equal_blocks_behind_different_prefixes_do_not_wait_for_each_other(cache_type: str) -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4))
+    engine = fake_engine(cache_type)
     prefixes = [[1, 2, 3, 4, *[last] * 4] for last in (20, 30)]
     engine.generate(prefixes, SamplingParams(max_tokens=1, seed=1))
     for prefix in prefixes:
@@ -234,7 +235,7 @@ def test_finished_prompt_is_reused_to_the_token() -> None:
 
 @pytest.mark.parametrize("length", [7, 8, 9])
 def test_every_sample_of_a_group_is_reused_by_its_next_turn(length: int) -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
+    engine = fake_engine()
     params = SamplingParams(max_tokens=9, seed=1, ignore_eos=True)
     samples = engine.generate([list(range(20, 20 + length))], params, 4)
     for sample in [*samples, *engine.generate([[*samples[0].prompt_tokens]], params)]:
@@ -245,7 +246,7 @@ def test_every_sample_of_a_group_is_reused_by_its_next_turn(length: int) -> None
 
 
 def test_equal_samples_share_blocks() -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 4))
+    engine = fake_engine()
     engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
     engine.step()
     engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
@@ -256,7 +257,7 @@ def test_equal_samples_share_blocks() -> None:
 
 
 def test_a_failing_matcher_or_program_ends_its_own_sample_only() -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 100, 4))
+    engine = fake_engine()
     params = SamplingParams(max_tokens=12, seed=4, ignore_eos=True)
     good = engine.add_request([1, 2, 3], params)
     broken = engine.add_request([4, 5, 6], params, make_matcher=Failing)
