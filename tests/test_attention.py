@@ -35,7 +35,7 @@ CHUNKS: tuple[Place, ...] = ((0, 7), (0, 16), (5, 11), (16, 2), (33, 20))
 MANY: tuple[Place, ...] = tuple((n, 1) for n in range(20, 60))
 
 
-@pytest.fixture(params=["sdpa", "flex"])
+@pytest.fixture(params=["sdpa", pytest.param("flex", marks=pytest.mark.slow)])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return SdpaBackend() if request.param == "sdpa" else FlexAttentionBackend()
 

@@ -20,7 +20,7 @@ from nano_inference.support.checks import float32, unit_vector
 from nano_inference.types import Pooling
 from tests.models.families import FAMILIES, VOCAB_SIZE, make_model
 from tests.nanochat.tiny import VOCAB, base_meta, model_config, state_dict, write_checkpoint
-from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.fakes import fake_engine
 from tests.weights.pairs import Pair
 
 TOLERANCE = 1e-4
@@ -91,6 +91,7 @@ def hidden_states(witness: Witness) -> list[Tensor]:
     return [last_hidden(witness[1], ids) for ids in RAGGED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"cache_type": "paged", "max_tokens_per_batch": 37, "block_size": 7}], ids=["plain", "in chunks"]
 )
@@ -258,7 +259,7 @@ def test_nonfinite_hidden_states_raise(tiny: Witness, newer: transformers.PreTra
 
 
 def test_runner_without_hidden_states_raises() -> None:
-    ours = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4))
+    ours = fake_engine()
     for pooling in POOLINGS:
         sample = ours.generate([[1, 2, 3]], asking(pooling))[0]
         assert (sample.finish_reason, sample.stop_reason) == ("abort", "the runner reports no hidden states")

@@ -103,10 +103,15 @@ def test_kernels_option_selects_an_instruction_set(tied: Pair, isa: Any) -> None
 
 @pytest.mark.parametrize(
     "options",
-    [{"kernels": "off"}, {"attention": "sdpa"}, {"attention": "flex"}, {"dtype": "float16"},
-     {"kernels": "off", "dtype": "bfloat16"}],
+    [
+        {"kernels": "off"},
+        {"attention": "sdpa"},
+        pytest.param({"attention": "flex"}, marks=pytest.mark.slow),
+        {"dtype": "float16"},
+        {"kernels": "off", "dtype": "bfloat16"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_requested_torch_is_used_without_warning(
     tied: Pair, options: dict[str, Any], caplog: pytest.LogCaptureFixture, no_compiler: None
 ) -> None:

@@ -153,6 +153,7 @@ def test_each_feature_names_the_package_it_lacks(
     assert grammar[0] == "BadRequest" and "pip install 'nano-inference[grammar]'" in grammar[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", COMMANDS)
 def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_file: Path, forks: Forks) -> None:
     words = [word.format(tiny=tiny, gguf=gguf_file) for word in COMMANDS[package].split()]

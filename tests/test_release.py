@@ -49,6 +49,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "site"
 
 
+@pytest.mark.slow
 @needs_setuptools
 def test_the_wheel_has_every_file_of_the_package(unpacked: Path) -> None:
     def files(folder: Path) -> set[str]:
@@ -59,6 +60,7 @@ def test_the_wheel_has_every_file_of_the_package(unpacked: Path) -> None:
     assert list(unpacked.glob("nano_inference-*.dist-info/licenses/LICENSE"))
 
 
+@pytest.mark.slow
 @needs_setuptools
 @pytest.mark.parametrize(
     ("command", "output"),

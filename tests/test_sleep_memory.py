@@ -16,7 +16,10 @@ from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.torch.executor import TorchExecutor
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not list memory")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not list memory"),
+]
 
 CACHE = 72 << 20
 """Large beside anything else that comes and goes."""

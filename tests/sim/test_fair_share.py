@@ -145,6 +145,7 @@ def mixed(rng: random.Random, budget: int, load: float, most_new: int = 12) -> A
     return arrivals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "load"), [(64, 0.5), (256, 0.8), (256, 1.3), (2048, 0.9)])
 def test_every_prompt_draws_its_first_token_within_the_bound(budget: int, load: float) -> None:
     rng = random.Random(budget)
@@ -157,6 +158,7 @@ def test_every_prompt_draws_its_first_token_within_the_bound(budget: int, load: 
     assert load > 1 or waits[len(waits) * 9 // 10] == 1, "nine of ten short prompts wait for no step of others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "most_new"), [(0, 12), (1, 100), (3, 200)])
 def test_every_sequence_ends_where_seats_and_blocks_are_scarce(seed: int, most_new: int) -> None:
     rng = random.Random(seed)

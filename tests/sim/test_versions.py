@@ -199,7 +199,9 @@ def check_scores(prompt: list[int], sample: TrainingSample) -> None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(25), pytest.param(range(25, 300), marks=pytest.mark.nightly)], ids=["some", "many"]
+    "seeds",
+    [pytest.param(range(25), marks=pytest.mark.slow), pytest.param(range(25, 300), marks=pytest.mark.nightly)],
+    ids=["some", "many"],
 )
 @pytest.mark.parametrize(("guesses", "lookahead"), [(False, 1), (True, 1), (False, 6), (True, 3)])
 @pytest.mark.parametrize("cache_type", CACHES)

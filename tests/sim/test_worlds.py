@@ -25,7 +25,9 @@ from tests.sim.fakes import (
 
 CACHES = ("paged", "radix")
 with_seeds = pytest.mark.parametrize(
-    "seeds", [range(25), pytest.param(range(25, 200), marks=pytest.mark.nightly)], ids=["some", "many"]
+    "seeds",
+    [pytest.param(range(25), marks=pytest.mark.slow), pytest.param(range(25, 200), marks=pytest.mark.nightly)],
+    ids=["some", "many"],
 )
 
 
