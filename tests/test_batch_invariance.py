@@ -1,6 +1,6 @@
 """On the kernels a request's tokens and log-probabilities are the same bits however and with whomever it is computed.
 
-Alone, among 2, 7 or 30, arriving one step apart, in chunks, on cached prefixes, preempted, in blocks of 4 or 16, with
+Alone, among 7 or 30, arriving one step apart, in chunks, on cached prefixes, preempted, in blocks of 4 or 16, with
 one or two threads. Two things are outside the promise: block sizes that do not divide 256, for which attention cuts the
 keys of long rows at other places, and `embed`'s mean, whose sum over positions is cut where the prompt is.
 """
@@ -24,6 +24,8 @@ from nano_inference.types import SamplingParams, TrainingSample
 from tests.loader import tiny_models
 from tests.models.families import make_model
 from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
+
+pytestmark = pytest.mark.slow
 
 VOCAB = 64
 Request = tuple[list[int], SamplingParams]
@@ -143,7 +145,6 @@ def together(ours: InferenceEngine, places: range) -> list[TrainingSample]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"max_tokens_per_batch": 5, "block_size": 4},
         {"max_tokens_per_batch": 64, "cache_type": "paged", "num_threads": 2},
         {"max_batch_size": 7, "block_size": 4, "num_threads": 2},
@@ -158,24 +159,22 @@ def test_results_are_equal_in_one_batch(model: Model, options: dict[str, Any]) -
         assert [bits(sample) for sample in again] == model.alone
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 8, 32, 64, 128, 256])
-def test_results_are_equal_in_blocks_of_every_power_of_two(model: Model, block_size: int) -> None:
+@pytest.mark.parametrize("block_size", [1, 8, 256])
+def test_results_are_equal_in_blocks_of_powers_of_two(model: Model, block_size: int) -> None:
     with open_engine(model.path, **model.options, block_size=block_size) as ours:
         assert [bits(sample) for sample in together(ours, range(2, 12))] == model.alone[2:12]
 
 
-@pytest.mark.parametrize("size", [2, 7])
-def test_results_are_equal_in_batches(model: Model, size: int) -> None:
+def test_results_are_equal_in_batches(model: Model) -> None:
     with open_engine(model.path, **model.options) as ours:
-        for start in range(0, 28, size):
-            places = range(start, start + size)
-            assert [bits(sample) for sample in together(ours, places)] == model.alone[start : start + size]
+        for start in range(0, 28, 7):
+            places = range(start, start + 7)
+            assert [bits(sample) for sample in together(ours, places)] == model.alone[start : start + 7]
             ours.flush_cache()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_results_are_equal_with_staggered_arrival(model: Model, num_threads: int) -> None:
-    with open_engine(model.path, **model.options, num_threads=num_threads, max_tokens_per_batch=40) as ours:
+def test_results_are_equal_with_staggered_arrival(model: Model) -> None:
+    with open_engine(model.path, **model.options, num_threads=2, max_tokens_per_batch=40) as ours:
         ids = []
         for prompt, params in REQUESTS:
             ids.append(ours.add_request(prompt, params, claim=True))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nano_inference import LLM, BadRequest, InferenceEngine, SamplingParams
-from tests.sim.fakes import fake_config, fake_parts
+from tests.sim.fakes import fake_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -90,7 +90,7 @@ def test_wrong_prompts_are_named(llm: LLM) -> None:
 
 
 def test_an_engine_without_a_tokenizer_names_it() -> None:
-    engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4))
+    engine = fake_engine()
     with pytest.raises(BadRequest, match="tokenizer"):
         engine.generate([[5]], GREEDY, with_text=True)
     with pytest.raises(BadRequest, match="chat template"):

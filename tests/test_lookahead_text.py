@@ -93,15 +93,12 @@ def test_requests_end_as_their_stops_and_grammars_say(world: World, expected: li
         assert answer["kind"] in ("alpha", "beta") and 0 <= answer["size"] < 100
 
 
-@pytest.mark.parametrize("lookahead", [5, 16])
-def test_lookahead_changes_no_bit_of_text_requests(
-    lookahead: int, world: World, expected: list[TrainingSample]
-) -> None:
-    with open_engine(world.path, lookahead=lookahead) as engine:
+def test_lookahead_changes_no_bit_of_text_requests(world: World, expected: list[TrainingSample]) -> None:
+    with open_engine(world.path, lookahead=5) as engine:
         samples, stats = run_all(engine, world.requests)
     assert samples == expected
     assert sum(step.num_sampled > step.num_rows for step in stats) > 2, "steps looked ahead"
-    ends = {len(sample.completion_tokens) % lookahead for sample in samples if isinstance(sample.stop_reason, str)}
+    ends = {len(sample.completion_tokens) % 5 for sample in samples if isinstance(sample.stop_reason, str)}
     assert len(ends) > 2, "samples ended at different places of a window"
 
 

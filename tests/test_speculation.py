@@ -18,9 +18,10 @@ from nano_inference.core.drafting import Draft, MakeDrafter
 from nano_inference.core.ngram_drafter import NgramDrafter
 from nano_inference.core.step import Row, RowResult
 from nano_inference.types import StepStats
-from tests.models.families import VOCAB_SIZE, make_model
-from tests.sim.fakes import Calculator, StopAfter, fake_config, fake_parts, parrot
+from tests.models.families import VOCAB_SIZE
+from tests.sim.fakes import StopAfter, fake_config, fake_parts, parrot
 from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
+from tests.weights.pairs import Pair
 
 Ask = tuple[list[int], SamplingParams, int]
 REPEATING = [5, 9, 30, 2, 44, 5, 9, 30]
@@ -146,13 +147,12 @@ def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Witness(path, options, samples)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"max_tokens_per_batch": 25, "block_size": 4},
-        {"cache_type": "paged", "num_threads": 2, "max_batch_size": 3, "max_draft_tokens": 11, "block_size": 4},
-        {"max_batch_size": 1, "max_draft_tokens": 2},
+        {"cache_type": "paged", "num_threads": 2, "max_batch_size": 3, "max_draft_tokens": 11},
     ],
     ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
 )
@@ -176,6 +176,7 @@ def test_speculation_changes_no_bit_with_preemption(tiny_llama: Path) -> None:
     assert sum(one.num_preempted for one in stats) > 0 and drafted(stats)[1] > 0
 
 
+@pytest.mark.slow
 def test_speculation_with_torch_is_equal_up_to_rounding(tiny_llama: Path) -> None:
     with open_engine(tiny_llama, kernels="off") as engine:
         expected, _ = run_all(engine)
@@ -228,12 +229,6 @@ def test_ended_samples_are_closed_in_the_drafter() -> None:
     assert not drafter.open_samples
 
 
-def test_no_drafts_by_default(tiny_llama: Path) -> None:
-    with open_engine(tiny_llama) as engine:
-        assert drafted(run_all(engine, [(REPEATING, SamplingParams(max_tokens=20, seed=1), 1)])[1]) == (0, 0)
-        assert EngineConfig(model_path="m").speculation == "off"
-
-
 # ---- which samples get drafts
 
 
@@ -249,34 +244,10 @@ def test_requests_that_need_every_token_get_no_drafts(options: dict[str, Any]) -
     assert drafted(run_all(fake(), [(REPEATING, plain, 1)])[1])[1] > 0
 
 
-def test_a_matcher_sees_one_token_a_step() -> None:
-    engine = fake()
-    request = engine.add_request(REPEATING, SamplingParams(max_tokens=20, seed=3), make_matcher=StopAfter, claim=True)
-    while engine.has_pending():
-        assert engine.tick().stats.num_drafted == 0
-    assert engine.collect(request)[0].completion_tokens
-
-
-@pytest.mark.parametrize("cache_type", ["radix", "paged"])
-def test_program_forces_tokens_at_the_same_positions(cache_type: str) -> None:
-    num_accepted = num_forced = 0
-    for seed in range(40):
-        params = SamplingParams(max_tokens=40, seed=seed, ignore_eos=True)
-        plain = InferenceEngine(fake_config(), parts=fake_parts(cache_type, 200, 4, drawing=parrot))
-        expected = plain.generate([[1, 2, 3]], params, 3, program=Calculator())
-        stats: list[StepStats] = []
-        samples = fake(cache_type).generate(
-            [[1, 2, 3]], params, 3, program=Calculator(), progress=lambda done, to=stats: to.append(done.stats)
-        )
-        assert samples == expected
-        num_accepted += drafted(stats)[1]
-        num_forced += sum(sample.mask.count(0) for sample in samples)
-    assert num_accepted > 100 and num_forced > 100
-
-
 # ---- where it ends
 
 
+@pytest.mark.slow
 def test_length_and_stop_inside_accepted_drafts(tiny_llama: Path) -> None:
     def one(engine: InferenceEngine, **options: Any) -> TrainingSample:
         params = SamplingParams(**({"temperature": 0, "max_tokens": 40, "ignore_eos": True, "seed": 1} | options))
@@ -357,16 +328,14 @@ def test_drafts_do_not_change_what_is_published() -> None:
 
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute"])
-@pytest.mark.parametrize("family", ["llama-linear-rope-biases"])
-def test_weight_update_takes_effect_at_the_same_token(tmp_path: Path, on_running: Any, family: str) -> None:
-    model = make_model(family, tmp_path)
-    changed = {name: weight.detach() * 1.01 for name, weight in model.named_parameters()}
+def test_weight_update_takes_effect_at_the_same_token(untied: Pair, on_running: Any) -> None:
+    changed = {name: weight.detach() * 1.01 for name, weight in untied.old.named_parameters()}
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)
 
     def story(speculation: str, lengths: list[int]) -> tuple[TrainingSample, list[int], int]:
         """One sample with updates once it has so many tokens; how many it really had, and how many were guessed."""
         seen, num_accepted = [], 0
-        with open_engine(tmp_path, speculation=speculation) as engine:
+        with open_engine(untied.directory, speculation=speculation) as engine:
             request = engine.add_request(REPEATING, params, claim=True)
             num_tokens = 0
             while engine.has_pending():
@@ -398,21 +367,6 @@ def test_aborted_samples_resume_identically(tiny_llama: Path) -> None:
             for done, full in zip(engine.complete(parts, params), whole, strict=True):
                 assert (done.completion_tokens, done.logprobs) == (full.completion_tokens, full.logprobs)
         engine.parts.kv.check()
-
-
-def test_a_pause_that_clears_the_cache_changes_nothing(tiny_llama: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, seed=1)
-    with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as engine:
-        expected = plain.generate([REPEATING], params, 2)
-        request = engine.add_request(REPEATING, params, 2, claim=True)
-        for number in range(12):
-            engine.tick()
-            if number % 4 == 3:
-                engine.pause("keep", clear_cache=True)
-                engine.resume()
-        engine.wait_for_any([request])
-        samples = engine.collect(request)
-    assert [(s.completion_tokens, s.logprobs) for s in samples] == [(s.completion_tokens, s.logprobs) for s in expected]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
