@@ -26,9 +26,9 @@ from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.step import score_rows
 from nano_inference.types import EngineRequest, LogprobsMode, TokenLogprob, VersionSpan
 from tests.draws import draw
+from tests.executors.test_sampling import draw_one, naive_support, randn, row
 from tests.models.families import VOCAB_SIZE, make_model
 from tests.sim.fakes import Calculator, fake_config, fake_parts
-from tests.test_sampling import draw_one, naive_support, randn, row
 
 INF, NAN = math.inf, math.nan
 MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")

@@ -22,9 +22,9 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams  # noqa: E402
+from tests.core.test_driving import strike  # noqa: E402
 from tests.models.families import make_model  # noqa: E402
 from tests.sim.versioned import content  # noqa: E402
-from tests.test_sigint import strike  # noqa: E402
 
 PROMPTS = [[5, 9, 30, 2, 44, 8, 1] * 5, [5, 9, 30, 2, 11] * 4, [3]]
 PARAMS = SamplingParams(max_tokens=24, seed=4, ignore_eos=True, prompt_logprobs=0)

@@ -12,9 +12,9 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import NAMES, config_of, prompts, write_model
 from tests.cuda.strict import Strictly
+from tests.engine.test_batch_invariance import ThreadsKept
+from tests.engine.test_lookahead import REQUESTS, run_all
 from tests.models.families import make_model, others_nightly
-from tests.test_batch_invariance import ThreadsKept
-from tests.test_lookahead import REQUESTS, run_all
 
 pytestmark = pytest.mark.slow
 

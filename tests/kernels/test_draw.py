@@ -17,12 +17,12 @@ from nano_inference.executors.cpu import native
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.sampling import WholeVocabulary, draw
+from tests.executors.test_sampling import random_row
+from tests.executors.test_sampling import row as row_of
 from tests.kernels import reference
 from tests.kernels.conftest import Team
 from tests.kernels.steps import random
 from tests.logit_shapes import SHAPES, shaped
-from tests.test_sampling import random_row
-from tests.test_sampling import row as row_of
 
 pytestmark = pytest.mark.slow
 

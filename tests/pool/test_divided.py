@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from nano_inference import InferenceEngine, RolloutPool, SamplingParams
 from nano_inference.rl.pool.local import LocalFleet
+from tests.engine.test_batch_invariance import ThreadsKept
 from tests.parallel.test_engine import assert_same, config_of
 from tests.parallel.test_processes import SOON_S, ranks_of, wait_until
 from tests.pool.engines import PROMPTS, SEED
-from tests.test_batch_invariance import ThreadsKept
 from tests.weights.pairs import Pair
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)

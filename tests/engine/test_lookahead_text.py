@@ -19,9 +19,9 @@ from nano_inference.text.stops import both, stop_matcher
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import EngineRequest, MatcherFactory
 from tests.cuda.engines import executor_of
+from tests.engine.test_batch_invariance import ThreadsKept, open_engine
+from tests.engine.test_lookahead import run_all
 from tests.server.tiny import make_tiny
-from tests.test_batch_invariance import ThreadsKept, open_engine
-from tests.test_lookahead import run_all
 
 pytest.importorskip("llguidance")
 

@@ -14,9 +14,9 @@ import torch
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import EngineRequest, OnRunning, StepStats
+from tests.engine.test_batch_invariance import KINDS, ThreadsKept, open_engine
+from tests.engine.test_speculation import REPEATING, asks
 from tests.sim.fakes import Calculator, StopAfter, fake_engine, reference
-from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
-from tests.test_speculation import REPEATING, asks
 
 
 class MaskAfter:

@@ -18,9 +18,9 @@ from nano_inference.core.drafting import Draft, MakeDrafter
 from nano_inference.core.ngram_drafter import NgramDrafter
 from nano_inference.core.step import Row, RowResult
 from nano_inference.types import StepStats
+from tests.engine.test_batch_invariance import KINDS, ThreadsKept, open_engine
 from tests.models.families import VOCAB_SIZE
 from tests.sim.fakes import StopAfter, fake_config, fake_parts, parrot
-from tests.test_batch_invariance import KINDS, ThreadsKept, open_engine
 from tests.weights.pairs import Pair
 
 Ask = tuple[list[int], SamplingParams, int]
