@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -21,16 +22,10 @@ SLOTS = 64
 SLOT_TOKENS = 640
 
 
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(slots: int, context: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start a server and wait until it is ready."""
-    port, threads = free_port(), sys.argv[2]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port, threads = int(probe.getsockname()[1]), sys.argv[2]
     command = [sys.argv[3], "-m", sys.argv[1], "--host", "127.0.0.1", "--port", str(port), "-t", threads]
     command += ["-tb", threads, "-np", str(slots), "-c", str(context), "-b", "2048", "-fa", "on"]
     command += ["--cache-ram", "0", "--no-webui"]
@@ -45,13 +40,6 @@ def start(slots: int, context: int) -> tuple[subprocess.Popen[bytes], int]:
             pass
         time.sleep(0.05)
     raise RuntimeError("llama-server ended before it was ready")
-
-
-def version() -> str:
-    """Return what llama-server says of itself."""
-    output = subprocess.run([sys.argv[3], "--version"], capture_output=True, text=True)
-    lines = [line for line in (output.stdout + output.stderr).splitlines() if line.startswith("version:")]
-    return lines[0].removeprefix("version:").strip() if lines else "unknown"
 
 
 def complete(port: int, request: Request, seed: int) -> tuple[float | None, int]:
@@ -99,8 +87,10 @@ def main() -> None:
             done = list(pool.map(lambda job: complete(servers[single][1], job[1], job[0]), enumerate(requests)))
         return min((first for first, _ in done if first), default=None), sum(count for _, count in done)
 
+    output = subprocess.run([sys.argv[3], "--version"], capture_output=True, text=True)
+    found = re.search(r"(?m)^version:\s*(.*)$", output.stdout + output.stderr)
     try:
-        serve(run, version(), out)
+        serve(run, found[1] if found else "unknown", out)
     finally:
         for process, _ in servers.values():
             process.terminate()

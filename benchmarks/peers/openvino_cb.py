@@ -18,23 +18,6 @@ ALL_TOKENS = 2**31
 EOS = 2
 
 
-def load() -> Any:
-    """Return the pipeline; prompts share what they have in common."""
-    scheduler = genai.SchedulerConfig()
-    scheduler.cache_size = 2
-    scheduler.enable_prefix_caching = True
-    scheduler.dynamic_split_fuse = True
-    scheduler.max_num_seqs = 64
-    scheduler.max_num_batched_tokens = 2048
-    properties = {
-        "INFERENCE_NUM_THREADS": int(sys.argv[2]),
-        "INFERENCE_PRECISION_HINT": "f32",
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": 1,
-    }
-    return genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", properties)
-
-
 def sampling(request: Request, seed: int) -> Any:
     """Say how a request is drawn; sampled ones are asked for log-probabilities."""
     config = genai.GenerationConfig()
@@ -52,7 +35,12 @@ def sampling(request: Request, seed: int) -> Any:
 def main() -> None:
     """Load the model and answer workloads."""
     out = take_stdout()
-    pipeline = load()
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.enable_prefix_caching, scheduler.dynamic_split_fuse = 2, True, True
+    scheduler.max_num_seqs, scheduler.max_num_batched_tokens = 64, 2048
+    properties = {"INFERENCE_NUM_THREADS": int(sys.argv[2]), "INFERENCE_PRECISION_HINT": "f32"}
+    properties |= {"PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
+    pipeline = genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", properties)
     numbers = iter(range(10**9))
 
     def run(requests: list[Request]) -> tuple[float | None, int]:
