@@ -6,6 +6,8 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from nano_inference import InferenceEngine, RolloutPool, SamplingParams
 from nano_inference.rl.pool.local import LocalFleet
 from tests.engine.test_batch_invariance import ThreadsKept
@@ -18,6 +20,7 @@ PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_pool_of_divided_engines_equals_one_engine_through_an_update_and_a_lost_rank(untied: Pair) -> None:
     directory, me = untied.directory, os.getpid()
 

@@ -23,6 +23,8 @@ from nano_inference import (
     save_weights,
 )
 from nano_inference.rl.pool.local import LocalFleet, LocalWorker
+from nano_inference.rl.pool.pool import PoolStream
+from nano_inference.types import Delta
 from nano_inference.weights.updates import WeightUpdate
 from tests.pool.engines import LONG, PARAMS, PROMPTS, SEED, Engines, config_of, facts, transient
 from tests.weights.pairs import Pair
@@ -111,6 +113,15 @@ def test_samples_equal_one_engine_through_updates(
         assert {sample.weight_version for sample in mine} == {number}
 
 
+def paused_stream(pool: RolloutPool, engines: Engines) -> tuple[PoolStream, list[Delta]]:
+    """Start a stream on worker 0, whose engine pauses itself after six tokens; return it and these."""
+    engines.opened[0][-1].steps_to_pause = 6
+    stream, deltas = pool.stream(PROMPTS[0], LONG), list[Delta]()
+    while sum(len(delta.token_ids) for delta in deltas) < 6:
+        deltas.append(next(stream))
+    return stream, deltas
+
+
 class OneSided(LocalFleet):
     """A fleet whose worker 1 rejects updates while it is broken."""
 
@@ -189,9 +200,7 @@ def test_update_that_a_dead_worker_misses_is_refused_and_the_worker_replaced(
     with pytest.raises(WeightError, match=r"worker 1: .*; all workers keep version 0"):
         pool.update_weights(untied.named(), blocking=True)
     assert pool.num_replaced == 1
-    engines.opened[0][-1].steps_to_pause = 5
-    stream = pool.stream(PROMPTS[0], LONG)
-    next(stream)
+    stream, _ = paused_stream(pool, engines)
     assert pool.update_weights(untied.named(), version="new") == 1  # while a request runs
     assert pool.finish_update() == 1 and [one.version for one in pool.facts().values()] == [1, 1]
     pool.resume()
@@ -208,9 +217,7 @@ def kill_busy(pool: RolloutPool, engines: Engines) -> None:
 
 def test_stream_continues_on_another_worker(pool: RolloutPool, engines: Engines, single: InferenceEngine) -> None:
     expected = list(single.stream(PROMPTS[0], LONG))
-    engines.opened[0][-1].steps_to_pause = 6
-    stream = pool.stream(PROMPTS[0], LONG)
-    deltas = [next(stream) for _ in range(5)]
+    stream, deltas = paused_stream(pool, engines)
     kill_busy(pool, engines)
     deltas += stream
     assert [t for d in deltas for t in d.token_ids] == [t for d in expected for t in d.token_ids]
@@ -222,9 +229,7 @@ def test_stream_continues_on_another_worker(pool: RolloutPool, engines: Engines,
 def test_stream_ends_with_an_error_if_the_weights_changed_before_the_death(
     pool: RolloutPool, engines: Engines, untied: Pair
 ) -> None:
-    engines.opened[0][-1].steps_to_pause = 6
-    stream = pool.stream(PROMPTS[0], LONG)
-    next(stream)
+    stream, _ = paused_stream(pool, engines)
     pool.update_weights(untied.named(), blocking=True)
     kill_busy(pool, engines)
     with pytest.raises(EngineDead, match="its worker died and the weights have changed since"):
@@ -236,14 +241,12 @@ def test_abort_returns_unfinished_samples_and_later_ones_stay_equal(
     pool: RolloutPool, single: InferenceEngine, engines: Engines
 ) -> None:
     expected = single.generate(PROMPTS[:2], LONG)
-    engines.opened[0][-1].steps_to_pause = 9
     with ThreadPoolExecutor(1) as threads:
-        stream = pool.stream(PROMPTS[0], LONG)
-        first = next(stream)
+        stream, deltas = paused_stream(pool, engines)
         waiting = threads.submit(lambda: pool.generate(PROMPTS[1:2], LONG))
-        pool.abort([first.request_id, 99])
+        pool.abort([deltas[0].request_id, 99])
         pool.resume()
-        deltas = [first, *stream]
+        deltas += stream
         cut = deltas[-1].sample
         assert cut is not None and cut.finish_reason == "abort" and len(cut.completion_tokens) < 600
         assert cut.completion_tokens == expected[0].completion_tokens[: len(cut.completion_tokens)] != ()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,33 +27,11 @@ from nano_inference.support.packages import MissingPackage
 from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts, transient
 from tests.weights.pairs import Pair
 
-HAS_RAY = importlib.util.find_spec("ray") is not None
-needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray (pip install '.[ray]')")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    import ray
-
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Ray announces future defaults
-            ray.init(
-                address="local",
-                num_cpus=2,
-                include_dashboard=False,
-                object_store_memory=100 << 20,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=directory,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-            )
-        yield
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def pool(cluster: None, untied: Pair) -> Iterator[RolloutPool]:
+def pool(cluster: str, untied: Pair) -> Iterator[RolloutPool]:
     with RolloutPool(RayFleet(config_of(untied), 2), seed=SEED) as one:
         yield one
 
@@ -67,8 +42,8 @@ def single(untied: Pair) -> Iterator[InferenceEngine]:
         yield engine
 
 
-@needs_ray
-def test_a_fleet_joins_no_cluster_that_is_not_named(cluster: None) -> None:
+@pytest.mark.nightly
+def test_a_fleet_joins_no_cluster_that_is_not_named(cluster: str) -> None:
     """Also not the one that `ray start` notes in Ray's directory of temporary files."""
     import ray
 
@@ -92,7 +67,6 @@ def test_a_fleet_joins_no_cluster_that_is_not_named(cluster: None) -> None:
             assert (joined(address, directory) == here) == (address == here)
 
 
-@needs_ray
 def test_actors_equal_one_engine_through_an_update(
     pool: RolloutPool, single: InferenceEngine, untied: Pair, tmp_path: Path
 ) -> None:
@@ -110,7 +84,6 @@ def test_actors_equal_one_engine_through_an_update(
         assert facts(pool.generate(PROMPTS, PARAMS, 2)) == facts(single.generate(PROMPTS, PARAMS, 2))
 
 
-@needs_ray
 def test_abort_and_pause_reach_the_actors(pool: RolloutPool, single: InferenceEngine) -> None:
     params = SamplingParams(max_tokens=700, ignore_eos=True)
     stream, (whole,) = pool.stream(PROMPTS[0], params), single.generate(PROMPTS[:1], params)
@@ -124,7 +97,6 @@ def test_abort_and_pause_reach_the_actors(pool: RolloutPool, single: InferenceEn
     assert facts(pool.generate(PROMPTS, PARAMS)) == facts(single.generate(PROMPTS, PARAMS))
 
 
-@needs_ray
 def test_update_that_one_actor_does_not_survive_leaves_both_on_the_old_weights(
     pool: RolloutPool, single: InferenceEngine, untied: Pair
 ) -> None:
@@ -141,7 +113,6 @@ def test_update_that_one_actor_does_not_survive_leaves_both_on_the_old_weights(
         pool.generate([[1, 999]])
 
 
-@needs_ray
 def test_actor_killed_in_mid_generation_changes_no_token(
     pool: RolloutPool, single: InferenceEngine, untied: Pair
 ) -> None:

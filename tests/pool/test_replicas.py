@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,8 @@ TOOL: Any = {
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}},
 }
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,24 +45,6 @@ def shelf(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "broken").mkdir()
     (root / "broken" / "model.safetensors").write_bytes(b"no weights")
     return root
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a Ray cluster with four CPUs."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed")
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as temporary:
-        context = ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=temporary,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-        yield context.address_info["gcs_address"]
-        ray.shutdown()
 
 
 def options(directory: Path) -> list[str]:
@@ -109,7 +91,7 @@ def state_of(url: str) -> dict[str, Any]:
     return dict(httpx2.get(f"{url}/health", timeout=PATIENCE).json())
 
 
-def test_openais_client_gets_completions_streams_and_tools(client: openai.OpenAI) -> None:
+def test_openais_client_gets_completions_streams_and_tools(client: openai.OpenAI, server: tuple[Process, str]) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     model = client.models.list().data[0].id
     options: Any = {"model": model, "messages": messages, "temperature": 0, "seed": 1}
@@ -120,8 +102,13 @@ def test_openais_client_gets_completions_streams_and_tools(client: openai.OpenAI
     assert completion.usage is not None and completion.usage.completion_tokens == 4
     called = client.chat.completions.create(**options, tools=[TOOL], tool_choice="required", max_tokens=200)
     assert called.choices[0].message.tool_calls[0].function.name == "look_up"
+    page = httpx2.get(f"{server[1]}/", timeout=PATIENCE)
+    assert page.status_code == 200 and "<html" in page.text.lower()
+    text = httpx2.get(f"{server[1]}/metrics", timeout=PATIENCE).text
+    assert all(f'nano_inference_engine_up{{engine="{index}"' in text for index in (0, 1))
 
 
+@pytest.mark.nightly
 def test_replicas_of_two_ranks_complete_like_undivided_ones(
     server: tuple[Process, str], cluster: str, directory: Path
 ) -> None:
@@ -137,14 +124,6 @@ def test_replicas_of_two_ranks_complete_like_undivided_ones(
     assert mine.json()["choices"][0]["text"] == right.json()["choices"][0]["text"]
     assert mine.json()["usage"]["completion_tokens"] == right.json()["usage"]["completion_tokens"] == 12
     assert len(ranks) == 2 and not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
-
-
-def test_chat_page_and_metrics_of_both_engines_are_served(server: tuple[Process, str]) -> None:
-    _, url = server
-    page = httpx2.get(f"{url}/", timeout=PATIENCE)
-    assert page.status_code == 200 and "<html" in page.text.lower()
-    text = httpx2.get(f"{url}/metrics", timeout=PATIENCE).text
-    assert all(f'nano_inference_engine_up{{engine="{index}"' in text for index in (0, 1))
 
 
 def test_an_update_reaches_both_replicas_or_none(server: tuple[Process, str], shelf: Path) -> None:
@@ -201,6 +180,7 @@ def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(server: tup
     assert state_of(url)["status"] == "ok" and weights_of(process) == in_force
 
 
+@pytest.mark.nightly
 def test_no_request_fails_during_a_rolling_restart(server: tuple[Process, str]) -> None:
     process, url = server
     before, in_force = pids(process), weights_of(process)
@@ -242,25 +222,24 @@ def refusal(arguments: list[str], *, before: str = "pass", **environment: str) -
     return ended.stderr.splitlines()[-1]
 
 
-def test_a_port_in_use_is_one_line(server: tuple[Process, str], directory: Path) -> None:
-    port = server[1].rpartition(":")[2]
-    said = refusal(["--model", str(directory), "--replicas", "2", "--port", port])
+def test_refusals_of_replicas_are_one_line(server: tuple[Process, str], cluster: str, directory: Path) -> None:
+    port, model = server[1].rpartition(":")[2], ["--model", str(directory), "--replicas"]
+    said = refusal([*model, "2", "--port", port])
     assert said.startswith(f"nano-inference: --port {port}: another program listens on 127.0.0.1:{port}")
-
-
-def test_more_replicas_than_cpus_are_one_line(cluster: str, directory: Path) -> None:
-    said = refusal(["--model", str(directory), "--replicas", "99", "--port", "0"], RAY_ADDRESS=cluster)
+    said = refusal([*model, "99", "--port", "0"], RAY_ADDRESS=cluster)
     assert said.startswith("nano-inference: --replicas: 99 need 99 CPUs, Ray's cluster has ")
+    said = refusal([*model, "2", "--port", "0"], before="sys.modules['ray'] = None")
+    assert said == "nano-inference: --replicas needs Ray: pip install 'nano-inference[ray]'"
 
 
-def ray_processes(name: str) -> dict[int, psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return {one.pid: one for one in children if one.is_running() and one.name() == name}
-
-
+@pytest.mark.nightly
 def test_without_an_address_a_server_has_a_ray_of_its_own_and_ends_with_it(cluster: str, directory: Path) -> None:
     """Another Ray of this machine is not joined, though it has no free CPU; the end of its own is not waited out."""
     import ray
+
+    def ray_processes(name: str) -> dict[int, psutil.Process]:
+        children = psutil.Process().children(recursive=True)
+        return {one.pid: one for one in children if one.is_running() and one.name() == name}
 
     foreign = ray_processes("gcs_server")
     occupant = ray.remote(num_cpus=int(ray.available_resources().get("CPU", 0)))(Occupant).remote()
@@ -283,11 +262,6 @@ class Occupant:
 
     def ready(self) -> bool:
         return True
-
-
-def test_missing_ray_is_one_line(directory: Path) -> None:
-    said = refusal(["--model", str(directory), "--replicas", "2", "--port", "0"], before="sys.modules['ray'] = None")
-    assert said == "nano-inference: --replicas needs Ray: pip install 'nano-inference[ray]'"
 
 
 def test_workers_are_served_without_ray_and_without_a_model(server: tuple[Process, str]) -> None:

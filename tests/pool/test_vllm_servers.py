@@ -44,16 +44,12 @@ def test_samples_and_streams_equal_one_engine(pool: RolloutPool, stubs: list[Stu
         for params in (PARAMS, SamplingParams(max_tokens=6, temperature=0.6, top_k=9, min_p=0.01, logprobs=2)):
             mine, right = pool.generate(PROMPTS, params, 2), single.generate(PROMPTS, params, 2)
             assert facts(mine) == facts(right) and [s.top_logprobs for s in mine] == [s.top_logprobs for s in right]
+        assert pool.score(PROMPTS, 4) == single.score(PROMPTS, 4)
         streams = [list(one.stream(PROMPTS[0], PARAMS)) for one in (pool, single)]
     tokens = [[token for delta in stream for token in delta.token_ids] for stream in streams]
     assert tokens[0] == tokens[1] and len(streams[0]) == PARAMS.max_tokens
     assert facts([streams[0][-1].sample]) == facts([streams[1][-1].sample])  # type: ignore[list-item]
     assert all(stub.asked for stub in stubs) and len(pool.facts()) == 2
-
-
-def test_scores_equal_one_engine(pool: RolloutPool, single: InferenceEngine) -> None:
-    assert pool.score(PROMPTS) == single.score(PROMPTS)
-    assert pool.score(PROMPTS[0], 4) == single.score(PROMPTS[0], 4)
 
 
 def test_commands_of_our_server_are_refused_by_name(pool: RolloutPool, stubs: list[Stub], tmp_path: Path) -> None:
