@@ -8,7 +8,6 @@ is `tests.test_mixed_weights`' part of the letters a and e.
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +23,8 @@ from nano_inference.core.seeds import uniform
 from nano_inference.core.step import BlockCopy, Row
 from nano_inference.text.stops import stop_matcher
 from nano_inference.types import StepResult
-from tests.forking import Forks
 from tests.models.families import VOCAB_SIZE, gap, reference_logprobs
-from tests.sim.fakes import Calculator, fake_config, fake_parts, reference
+from tests.sim.fakes import Calculator, fake_config, fake_parts
 from tests.weights.pairs import OpenEngine, Pair
 
 Model = transformers.PreTrainedModel
@@ -182,43 +180,20 @@ def test_a_logprobs_are_the_trainers(way: str, temperature: float, pair: Pair, o
         assert float(differences(pair.new, sample, temperature).abs().max()) > 0.1, "the test would see other weights"
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_bfloat16_stays_near_the_trainer(
-    way: str, dtype: torch.dtype, temperature: float, untied: Pair, open_engine: OpenEngine
-) -> None:
-    """An engine that computes in bfloat16 is at most 0.04 nats (root mean square) from its trainer: the trainer's
-    float32 is what counts, a trainer in bfloat16 is no farther."""
+def test_a_bfloat16_stays_near_the_trainer(way: str, untied: Pair, open_engine: OpenEngine) -> None:
+    """An engine that computes in bfloat16 is at most 0.04 nats (root mean square) from its trainer, in either dtype."""
     run, options = WAYS[way]
     options = {**options, "dtype": "bfloat16"}
-    samples = run(open_engine(untied, **options), replace(LONG, temperature=temperature, raw_logprobs=True))
-    trainer = copy.deepcopy(untied.old).to(dtype)
-    off = torch.cat([differences(trainer, sample, temperature) for sample in samples])
-    assert 1e-4 < float(off.square().mean().sqrt()) <= BF16_RMS
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_a_truncated_logprobs_are_those_of_what_was_drawn_from(
-    temperature: float, untied: Pair, open_engine: OpenEngine
-) -> None:
-    """Processed log-probabilities are of the very distribution drawn from: the trainer's at that temperature, over the
-    tokens that truncation left."""
-    params = replace(LONG, temperature=temperature, top_k=30, top_p=0.8, sampling_mask=True, raw_logprobs=True)
-    for sample in open_engine(untied).generate(PROMPTS, params):
-        table = reference_logprobs(untied.old, [*sample.prompt_tokens, *sample.completion_tokens])[-24:]
-        assert sample.sampling_masks is not None
-        for row, token, found, kept in zip(
-            table, sample.completion_tokens, sample.logprobs, sample.sampling_masks, strict=True
-        ):
-            assert kept is not None and 1 <= len(kept) <= 30
-            expected = torch.log_softmax(row[list(kept)] / temperature, dim=-1)[kept.index(token)]
-            assert found == pytest.approx(float(expected), abs=TOLERANCE)
-        assert sample.raw_logprobs == pytest.approx(teacher(untied.old, sample).tolist(), abs=TOLERANCE)
+    samples = run(open_engine(untied, **options), replace(LONG, temperature=0.6, raw_logprobs=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        trainer = copy.deepcopy(untied.old).to(dtype)
+        off = torch.cat([differences(trainer, sample, 0.6) for sample in samples])
+        assert 1e-4 < float(off.square().mean().sqrt()) <= BF16_RMS
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
-@pytest.mark.parametrize("temperature", [0, 0.6, 1])
+@pytest.mark.parametrize("temperature", [0, 0.6])
 def test_a_raw_logprobs_are_the_models_own_whatever_is_drawn_from(
     temperature: float, kernels: str, untied: Pair, open_engine: OpenEngine
 ) -> None:
@@ -239,12 +214,11 @@ def test_a_raw_logprobs_are_the_models_own_whatever_is_drawn_from(
             assert [one.logprob for one in top] == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_a_scores_are_the_trainers(temperature: float, pair: Pair, open_engine: OpenEngine) -> None:
+def test_a_scores_are_the_trainers(pair: Pair, open_engine: OpenEngine) -> None:
     """Scoring a given text gives the trainer's teacher-forced log-probabilities: whole, in chunks, behind a hit, and
     under the weights of now."""
     engine = open_engine(pair, max_tokens_per_batch=19)
-    ids = text(20, 70)
+    ids, temperature = text(20, 70), 0.6
 
     def expected(model: Model) -> list[float]:
         table = torch.log_softmax(reference_logprobs(model, ids) / temperature, dim=-1)
@@ -257,30 +231,11 @@ def test_a_scores_are_the_trainers(temperature: float, pair: Pair, open_engine: 
     assert engine.score(ids, temperature=temperature) == pytest.approx(expected(pair.new), abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_logprobs_after_an_update_are_the_new_trainers(
-    blocking: bool, temperature: float, pair: Pair, open_engine: OpenEngine
-) -> None:
-    """What begins after an update has the new trainer's log-probabilities, though its prompt was cached before."""
-    engine = open_engine(pair)
-    params = replace(LONG, temperature=temperature, raw_logprobs=True)
-    cold(engine, params)
-    engine.update_weights(pair.named(), blocking=blocking)
-    assert engine.finish_update() == 1
-    for sample in cold(engine, params):
-        assert set(sample.token_versions) == {1}
-        assert float(differences(pair.new, sample, temperature).abs().max()) <= TOLERANCE
-
-
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("options", [{}, {"max_tokens_per_batch": 7}, tight(24)], ids=["roomy", "chunked", "tight"])
-def test_a_logprobs_across_an_update_in_flight(
-    options: dict[str, Any], temperature: float, untied: Pair, open_engine: OpenEngine
-) -> None:
+def test_a_logprobs_across_an_update_in_flight(options: dict[str, Any], untied: Pair, open_engine: OpenEngine) -> None:
     """Tokens drawn before an update in flight have the old trainer's log-probabilities; those drawn after it, with all
     K/V computed again, the new one's."""
-    engine = open_engine(untied, **options)
+    engine, temperature = open_engine(untied, **options), 0.6
     params = replace(LONG, temperature=temperature, raw_logprobs=True)
     for prompt in PROMPTS:
         engine.add_request(prompt, params)
@@ -337,28 +292,10 @@ def random_mates(rng: random.Random, vocab_size: int) -> tuple[list[list[int]], 
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_b_mates_change_nothing_on_the_fakes(cache_type: str) -> None:
-    """A seeded request gives the same tokens alone and among fifteen random mates, with and without seeds."""
-    for seed in range(20):
-        rng = random.Random(seed)
-        prompts, params = random_mates(rng, 50)
-        mine = replace(LONG, seed=seed)
-        place = rng.randrange(16)
-        engine = fake(cache_type, 120, max_batch_size=16, max_tokens_per_batch=rng.choice([17, 64]))
-        among = engine.generate(
-            [*prompts[:place], PROMPT, *prompts[place:]], [*params[:place], mine, *params[place:]], 2
-        )[2 * place : 2 * place + 2]
-        alone = fake(cache_type).generate([PROMPT], mine, 2)
-        assert tokens_of(among) == tokens_of(alone)
-        assert [list(tokens) for tokens in tokens_of(alone)] == [reference(PROMPT, mine, i)[0] for i in range(2)]
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("cache_type", CACHES)
-def test_b_mates_change_nothing_on_a_model(cache_type: str, seed: int, pair: Pair, open_engine: OpenEngine) -> None:
-    """The same on a real model, where mates change the roundings: identical tokens, log-probabilities to 1e-4, in a
+def test_b_mates_change_nothing(cache_type: str, pair: Pair, open_engine: OpenEngine) -> None:
+    """A seeded request has identical tokens, and log-probabilities to 1e-4, alone and among fifteen others: in a
     batch, in small chunks, under preemption, and with mates that come one after the other."""
-    rng = random.Random(seed)
+    rng, seed = random.Random(1), 1
     prompts, params = random_mates(rng, VOCAB_SIZE)
     for mine in (replace(LONG, seed=100 * seed + more) for more in range(9)):
         alone = open_engine(pair, cache_type=cache_type).generate([PROMPT], mine)[0]
@@ -393,75 +330,25 @@ def test_c_a_seeded_group_is_distinct_and_reproducible(cache_type: str, pair: Pa
     assert tokens_of(engine.generate([PROMPT], LONG, 3)) == tokens_of(first[:3])
     other = open_engine(pair, max_tokens_per_batch=5, **tight(20))
     assert tokens_of(other.generate([PROMPT], LONG, 8)) == tokens_of(first)
+    unseeded = [engine.generate([PROMPT], replace(LONG, seed=None), 3) for engine in (other, open_engine(pair))]
+    assert len({*tokens_of(unseeded[0]), *tokens_of(unseeded[1])}) == 6, "two replicas draw different samples"
+    assert unseeded[0][0].seed != unseeded[1][0].seed
 
 
-_PROCESS = """
-import json, sys
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-config = EngineConfig(model_path=sys.argv[1], device="cpu", kv_cache_bytes=1 << 20, num_threads=1)
-with InferenceEngine(config) as engine:
-    seeds = [None, 5]
-    params = [SamplingParams(max_tokens=16, seed=seed, ignore_eos=True) for seed in seeds]
-    samples = engine.generate([[5, 9, 30]] * 2, params, 3)
-print(json.dumps([[sample.completion_tokens, sample.seed] for sample in samples]))
-"""
-
-
-def test_c_unseeded_processes_differ(untied: Pair) -> None:
-    """Without a seed, two processes (two replicas of one engine) draw different samples; with one, the same."""
-    with Forks(["nano_inference.engine", "nano_inference.build"]) as forks:
-        done = [forks.run(_PROCESS, untied.directory) for _ in range(2)]
-    assert [one.returncode for one in done] == [0, 0], done[0].stderr
-    first, second = (json.loads(one.stdout) for one in done)
-    unseeded = [tuple(tokens) for tokens, _ in first[:3] + second[:3]]
-    assert len(set(unseeded)) == 6 and first[0][1] != second[0][1]
-    assert first[3:] == second[3:] and [seed for _, seed in first[3:]] == [5, 5, 5]
-
-
-# ---- d: updates are whole or nothing
+# ---- d: updates
 
 Named = dict[str, torch.Tensor]
 LAST = "lm_head.weight"
-BROKEN: dict[str, tuple[Callable[[Named], object], str]] = {
-    "wrong shape": (lambda n: {**n, LAST: n[LAST][:-1]}, r"lm_head\.weight: the update has the shape"),
-    "missing": (lambda n: {k: v for k, v in n.items() if k != LAST}, r"lacks 1 tensors: lm_head\.weight"),
-    "unknown": (lambda n: {**n, "model.layers.9.bias": n[LAST]}, r"model\.layers\.9\.bias: the model has no such"),
-    "not finite": (lambda n: {**n, LAST: n[LAST] * float("inf")}, r"lm_head\.weight: holds NaN or infinity"),
-}
 
 
-@pytest.mark.parametrize("case", BROKEN)
-@pytest.mark.parametrize("blocking", [True, False])
-def test_d_a_broken_update_changes_nothing(case: str, blocking: bool, untied: Pair, open_engine: OpenEngine) -> None:
-    """A wrong shape, a missing or an unknown name in the very last tensor is an error that names it, and the old
-    weights serve on as if nothing had come: same checksum, same version, same samples of what is running."""
-    undisturbed = open_engine(untied).generate([PROMPT], LONG, 2)
-    engine = open_engine(untied)
-    before = engine.weights_checksum()
-    make, message = BROKEN[case]
-    named = untied.named()
-    assert list(named)[-1] == LAST
-    engine.add_request(PROMPT, LONG, 2)
-    steps(engine, 5)
-    with pytest.raises(WeightError, match=message):
-        engine.update_weights(make(named), blocking=blocking)  # type: ignore[arg-type]
-        engine.finish_update()
-    assert engine.weight_info() == (0, None, "idle") and engine.weights_checksum() == before
-    assert [replace(sample, request_id=0) for sample in run_out(engine)] == undisturbed
-    engine.update_weights(named, blocking=True)
-    assert engine.weights_checksum() == weights_checksum(untied.new.named_parameters())
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_d_updates_change_the_checksum_and_raise_the_version(
-    blocking: bool, pair: Pair, open_engine: OpenEngine
-) -> None:
+def test_d_updates_change_the_checksum_and_raise_the_version(pair: Pair, open_engine: OpenEngine) -> None:
     """After an update the weights are the trainer's to the bit (the checksum says so), the version is one higher, and
     tokens say which they were drawn with."""
     engine = open_engine(pair)
     old, new = (weights_checksum(model.named_parameters()) for model in (pair.old, pair.new))
     assert old != new
     for version, (model, expected) in enumerate([(pair.new, new), (pair.old, old), (pair.new, new)], 1):
+        blocking = version == 2
         assert engine.update_weights(model.named_parameters(), blocking=blocking, version=f"step {version}") == version
         assert engine.finish_update() == version == engine.get_weight_version()
         assert engine.weights_checksum() == expected
@@ -470,16 +357,14 @@ def test_d_updates_change_the_checksum_and_raise_the_version(
         assert gap(model, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_d_a_tied_head_follows_its_embedding(blocking: bool, tied: Pair, open_engine: OpenEngine) -> None:
+def test_d_a_tied_head_follows_its_embedding(tied: Pair, open_engine: OpenEngine) -> None:
     """A trainer of tied weights sends no head: that is no missing name, and the head is new too. One that does send it
     sends the same; anything else is refused."""
     checksums = []
     for named in (tied.named(), tied.new.state_dict()):
         engine = open_engine(tied)
         assert (LAST in named) == (len(checksums) == 1)
-        engine.update_weights(named, blocking=blocking)
-        engine.finish_update()
+        engine.update_weights(named, blocking=True)
         checksums.append(engine.weights_checksum())
         sample = engine.generate([PROMPT], LONG)[0]
         assert gap(tied.new, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= TOLERANCE
@@ -487,8 +372,7 @@ def test_d_a_tied_head_follows_its_embedding(blocking: bool, tied: Pair, open_en
     engine = open_engine(tied)
     before = engine.weights_checksum()
     with pytest.raises(WeightError, match=r"lm_head\.weight: differs"):
-        engine.update_weights({**tied.named(), LAST: tied.named()["model.embed_tokens.weight"] + 1}, blocking=blocking)
-        engine.finish_update()
+        engine.update_weights({**tied.named(), LAST: tied.named()["model.embed_tokens.weight"] + 1}, blocking=True)
     assert engine.weights_checksum() == before and engine.get_weight_version() == 0
 
 
@@ -496,16 +380,15 @@ def test_d_a_tied_head_follows_its_embedding(blocking: bool, tied: Pair, open_en
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-@pytest.mark.parametrize("blocking", [True, False])
 def test_e_a_prompt_cached_before_an_update_runs_as_cold(
-    blocking: bool, cache_type: str, untied: Pair, renewed: Pair, open_engine: OpenEngine
+    cache_type: str, untied: Pair, renewed: Pair, open_engine: OpenEngine
 ) -> None:
     """A prompt whose K/V the old weights computed gives, after the update, exactly what an engine gives that was opened
     on the new weights: the same tokens, the same bits."""
     engine = open_engine(untied, cache_type=cache_type)
     engine.generate([PROMPTS[0]], LONG)
     assert engine.generate([PROMPTS[0]], LONG)[0].num_cached_tokens == 32, "it was cached indeed"
-    engine.update_weights(untied.named(), blocking=blocking)
+    engine.update_weights(untied.named())
     engine.finish_update()
     fresh = open_engine(renewed, cache_type=cache_type)
     for num_cached in (0, 32):
@@ -548,7 +431,7 @@ def sleep_discarding(engine: InferenceEngine, named: Named) -> None:
 CLEARING = (update_recomputing, update_blocking, pause_keep_clear, update_then_clear, sleep_discarding)
 
 
-@pytest.mark.parametrize("num_drawn", [1, 4, 9, 23])
+@pytest.mark.parametrize("num_drawn", [1, 9])
 @pytest.mark.parametrize("change", CLEARING, ids=lambda change: change.__name__)
 def test_e_a_suffix_after_keep_and_clear_is_the_new_models(
     change: Callable[[InferenceEngine, Named], None],
@@ -583,7 +466,7 @@ def mixed_logprobs(models: tuple[Model, Model], ids: list[int], num_old: int) ->
     return torch.log_softmax(torch.cat(logits).float(), dim=-1)[:-1]
 
 
-@pytest.mark.parametrize("num_drawn", [1, 4, 9, 22])
+@pytest.mark.parametrize("num_drawn", [1, 4, 22])
 def test_e_keep_marks_the_border_to_the_token(num_drawn: int, untied: Pair, open_engine: OpenEngine) -> None:
     """When running requests keep their K/V, nothing is computed again, the version changes with the very token that the
     new weights drew, and each log-probability is of the distribution drawn from, old K/V included."""
@@ -614,27 +497,6 @@ def test_e_keep_marks_the_border_to_the_token(num_drawn: int, untied: Pair, open
     assert engine.generate([PROMPTS[0]], LONG)[0].num_cached_tokens == 0, "mixed K/V is not shared"
 
 
-@pytest.mark.parametrize("cache_type", CACHES)
-@pytest.mark.parametrize("length", [1, 3, 4, 9])
-def test_e_mixed_kv_is_not_shared(
-    length: int, cache_type: str, untied: Pair, renewed: Pair, open_engine: OpenEngine
-) -> None:
-    """K/V that a request kept over an update is not found: a later request for its text gets exactly what
-    a cold engine on the new weights gives."""
-    engine = open_engine(untied, cache_type=cache_type)
-    engine.add_request(PROMPT[:length], LONG, 2)
-    steps(engine, 2)
-    engine.update_weights(untied.named())
-    engine.finish_update()
-    fresh = open_engine(renewed, cache_type=cache_type)
-    for sample in run_out(engine):
-        assert set(sample.token_versions) == {0, 1}
-        whole = [*sample.prompt_tokens, *sample.completion_tokens]
-        after, expected = (one.generate([whole], LONG)[0] for one in (engine, fresh))
-        assert after.num_cached_tokens == expected.num_cached_tokens
-        assert (after.completion_tokens, after.logprobs) == (expected.completion_tokens, expected.logprobs)
-
-
 # ---- f: aborts
 
 
@@ -659,7 +521,7 @@ def assert_partial(partial: Sequence[TrainingSample], whole: Sequence[TrainingSa
 Opener = Callable[..., InferenceEngine]
 
 
-@pytest.fixture(params=["fakes", *CACHES])
+@pytest.fixture(params=["fakes", "radix"])
 def make(request: pytest.FixtureRequest, untied: Pair, open_engine: OpenEngine) -> Opener:
     """Engines of one kind: on the fakes, or on a tiny model with either cache; `blocks` says how large that is."""
 
@@ -679,22 +541,6 @@ def ticks(engine: InferenceEngine, count: int) -> Counter[tuple[int, int]]:
         assert not result.samples
         found.update({(delta.request_id, delta.sample_index): len(delta.token_ids) for delta in result.deltas})
     return found
-
-
-def test_f_an_abort_of_what_waits(make: Opener) -> None:
-    """A request that never ran returns empty, group and all; the one before it does not notice."""
-    engine = make(max_batch_size=1)
-    whole = whole_of(engine)
-    first = engine.add_request(PROMPT, LONG)
-    steps(engine, 3)
-    mine = engine.add_request(PROMPT, LONG, 3)
-    steps(engine, 1)
-    held = num_held(engine)
-    partial = engine.abort(mine)
-    assert num_held(engine) == held
-    assert_partial(partial, whole_of(make(), 3), [0, 0, 0])
-    ended = run_out(engine)
-    assert [sample.request_id for sample in ended] == [first] and tokens_of(ended) == tokens_of(whole)
 
 
 def test_f_an_abort_in_the_middle_of_a_prompt(make: Opener) -> None:
@@ -812,24 +658,7 @@ def test_f_a_closed_stream_and_a_client_that_went_away(make: Opener) -> None:
     assert tokens_of(engine.generate([PROMPT], LONG, 2)) == tokens_of(whole)
 
 
-@pytest.mark.parametrize("how", ["update", "pause"])
-def test_f_an_update_or_a_pause_that_aborts(how: str, untied: Pair, open_engine: OpenEngine) -> None:
-    """An update or a pause that aborts hands out what was running, from the next `step`; blocks are back at once."""
-    engine = open_engine(untied)
-    whole = whole_of(engine, 2)
-    engine.add_request(PROMPT, LONG, 2)
-    steps(engine, 9)
-    if how == "update":
-        engine.update_weights(untied.named(), on_running="abort")
-        engine.finish_update()
-    else:
-        engine.pause("abort")
-    assert num_held(engine) == 0
-    assert_partial(engine.step(), whole, [9, 8])
-    assert not engine.has_pending()
-
-
-# ---- g: going on after an abort
+# ---- g: resuming after an abort
 
 
 def aborted_after(
@@ -844,27 +673,12 @@ def aborted_after(
     return samples
 
 
-def gone_on(engine: InferenceEngine, sample: TrainingSample, params: SamplingParams, **options: Any) -> TrainingSample:
+def resumed(engine: InferenceEngine, sample: TrainingSample, params: SamplingParams, **options: Any) -> TrainingSample:
     """The whole sample."""
     assert sample.finish_reason == "abort"
     request = engine.add_request(list(sample.prompt_tokens), params, partial=sample, claim=True, **options)
     engine.wait_for_any([request])
     return engine.collect(request)[0]
-
-
-def test_g_resubmitted_ids_continue_exactly(make: Opener) -> None:
-    """A client that sends prompt and partial ids again with the same seed gets the continuation that the uninterrupted
-    request had: draws depend on the absolute position, not on how many there were in this request."""
-    engine = make()
-    whole = whole_of(engine)[0]
-    for cut in range(1, 24):
-        done = aborted_after(engine, cut, LONG)[0].completion_tokens
-        assert done == whole.completion_tokens[:cut]
-        if cut % 2:
-            engine.flush_cache()
-        rest = engine.generate([[*PROMPT, *done]], replace(LONG, max_tokens=24 - cut))[0]
-        assert done + rest.completion_tokens == whole.completion_tokens
-        assert rest.logprobs == pytest.approx(whole.logprobs[cut:], abs=1e-5)
 
 
 def test_g_any_sample_of_a_group_can_be_resumed(make: Opener) -> None:
@@ -877,29 +691,13 @@ def test_g_any_sample_of_a_group_can_be_resumed(make: Opener) -> None:
         for index, sample in enumerate(aborted_after(engine, num_steps, params, 4)):
             if sample.finish_reason != "abort":
                 continue
-            done = gone_on(engine if index % 2 else make(lineage="group"), sample, params)
+            done = resumed(engine if index % 2 else make(lineage="group"), sample, params)
             assert_same(done, whole[index])
             assert (done.sample_index, done.finish_reason, done.seed) == (index, "length", 4)
             assert done.token_versions == whole[index].token_versions
             for name in ("raw_logprobs", "prompt_logprobs"):
                 assert getattr(done, name) == pytest.approx(getattr(whole[index], name), abs=1e-5)
             assert done.top_logprobs is not None and len(done.top_logprobs) == 24
-
-
-def test_g_samples_without_request_seed_can_be_resumed(make: Opener) -> None:
-    """A sample says which seed it was drawn with, also where the request named none: it can be resumed, and drawn
-    again."""
-    engine = make()
-    unseeded = replace(LONG, seed=None)
-    partial = aborted_after(engine, 9, unseeded, 3)
-    (seed,) = {sample.seed for sample in partial}
-    assert seed is not None
-    whole = whole_of(engine, 3, replace(LONG, seed=seed))
-    for sample, expected in zip(partial, whole, strict=True):
-        done = gone_on(engine, sample, unseeded)
-        assert_same(done, expected)
-        assert done.seed == seed
-    assert aborted_after(engine, 3, unseeded)[0].seed != seed
 
 
 class Letters:
@@ -940,7 +738,7 @@ def test_g_stop_strings_and_programs_are_restored(make: Opener) -> None:
                 partial = aborted_after(engine, num_steps, params, program=program)[0]
                 if partial.finish_reason != "abort":
                     break
-                done = gone_on(engine, partial, params, program=program)
+                done = resumed(engine, partial, params, program=program)
                 assert_same(done, whole)
                 assert (done.finish_reason, done.stop_reason) == (whole.finish_reason, whole.stop_reason)
                 num_inside += 0 < len(whole.mask) - len(partial.mask) < len(stop)
@@ -958,7 +756,7 @@ def test_g_an_aborting_update_and_a_resumption_are_exact(untied: Pair, open_engi
     engine.finish_update()
     partial = engine.step()
     for sample, border in zip(partial, (9, 8), strict=True):
-        done = gone_on(engine, sample, LONG)
+        done = resumed(engine, sample, LONG)
         assert [tuple(span) for span in done.version_spans] == [(0, 0, border, None), (1, border, 24, "new")]
         for model, part in ((untied.old, slice(0, border)), (untied.new, slice(border, None))):
             assert float(differences(model, done, 1.0, part).abs().max()) <= TOLERANCE
@@ -968,28 +766,10 @@ def test_g_an_aborting_update_and_a_resumption_are_exact(untied: Pair, open_engi
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_h_a_fully_cached_prompt_leaves_a_token_to_compute(
-    cache_type: str, pair: Pair, open_engine: OpenEngine
-) -> None:
-    """A prompt that is cached to its last token still computes one, without which there would be no logits, and gives
-    the same sample."""
-    engine = open_engine(pair, cache_type=cache_type)
-    for length in (4, 8, 11, 12, 13):
-        prompt = PROMPTS[0][:length]
-        engine.flush_cache()
-        cold_one = engine.generate([prompt], LONG)[0]
-        cached = engine.generate([prompt], LONG)[0]
-        assert cold_one.num_cached_tokens == 0
-        assert cached.num_cached_tokens == (length - 1 if cache_type == "radix" else (length - 1) // 4 * 4)
-        assert_same(cached, cold_one)
-        assert float(differences(pair.old, cached, 1.0).abs().max()) <= TOLERANCE
-
-
-@pytest.mark.parametrize("cache_type", CACHES)
-@pytest.mark.parametrize("length", [block * 4 + more for block in (1, 2, 3) for more in (-1, 0, 1)])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
 def test_h_prompts_around_block_borders(length: int, cache_type: str, untied: Pair, open_engine: OpenEngine) -> None:
-    """Prompts of one, two and three blocks, less one, plus one: cold, from the cache, in groups, in chunks of a block,
-    and with completions that end at a border."""
+    """Prompts of one token, and around one block and two: cold, from the cache, in groups, in chunks of a block, and
+    with completions that end at a border."""
     prompt = text(length, length)
     for options in ({}, {"max_tokens_per_batch": 4}, tight(8)):
         engine = open_engine(untied, cache_type=cache_type, **options)
@@ -997,10 +777,11 @@ def test_h_prompts_around_block_borders(length: int, cache_type: str, untied: Pa
             params = replace(LONG, max_tokens=num_new, prompt_logprobs=0)
             first = engine.generate([prompt], params, 2)
             again = engine.generate([prompt], params, 2)
+            assert engine.score(prompt) == pytest.approx(list(first[0].prompt_logprobs or ()), abs=1e-5)
             for one, other in zip(first, again, strict=True):
                 assert_same(one, other)
                 assert float(differences(untied.old, one, 1.0).abs().max()) <= TOLERANCE
-                assert gap(untied.old, prompt, list(one.prompt_logprobs or ())) <= TOLERANCE
+                assert length == 1 or gap(untied.old, prompt, list(one.prompt_logprobs or ())) <= TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -1038,19 +819,6 @@ def test_h_ids_that_do_not_fit_into_a_byte(cache_type: str, wide: Pair, open_eng
 
 
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_h_a_prompt_of_one_token(cache_type: str, pair: Pair, open_engine: OpenEngine) -> None:
-    """One token is a prompt: nothing to hit, nothing to score, something to draw."""
-    engine = open_engine(pair, cache_type=cache_type)
-    for _ in range(2):
-        samples = engine.generate([[7]], replace(LONG, prompt_logprobs=0), 3)
-        for sample in samples:
-            assert sample.prompt_logprobs == () and sample.num_cached_tokens == 0
-            assert float(differences(pair.old, sample, 1.0).abs().max()) <= TOLERANCE
-        assert len(set(tokens_of(samples))) == 3
-    assert engine.score([7]) == []
-
-
-@pytest.mark.parametrize("cache_type", CACHES)
 def test_h_no_new_tokens_scores_the_prompt(cache_type: str, pair: Pair, open_engine: OpenEngine) -> None:
     """`max_tokens=0` with prompt log-probabilities is a client's echo scoring: all of the prompt's, nothing drawn, cold
     and cached, in chunks and in groups."""
@@ -1065,16 +833,6 @@ def test_h_no_new_tokens_scores_the_prompt(cache_type: str, pair: Pair, open_eng
                     if len(prompt) > 1:
                         assert gap(pair.old, prompt, list(sample.prompt_logprobs or ())) <= TOLERANCE
         assert num_held(engine) == 0 and not engine.has_pending()
-
-
-@pytest.mark.parametrize("stop", [(), []])
-def test_h_an_empty_stop_list_stops_nothing(stop: Any, pair: Pair, open_engine: OpenEngine) -> None:
-    """An empty list of stop strings, or of stop tokens, is none; it needs no tokenizer."""
-    engine = open_engine(pair)
-    expected = engine.generate([PROMPT], LONG)[0]
-    sample = engine.generate([PROMPT], replace(LONG, stop=stop, stop_token_ids=stop))[0]
-    assert_same(sample, expected)
-    assert (sample.finish_reason, sample.stop_reason, len(sample.mask)) == ("length", None, 24)
 
 
 # ---- i: more requests than blocks
@@ -1124,22 +882,9 @@ def requests_for_four(rng: random.Random, vocab_size: int, num_blocks: int, *, e
 
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("cache_type", CACHES)
-def test_i_pressure_on_the_fakes(cache_type: str, equal: bool) -> None:
-    """64 requests in blocks for four all end as they would alone, the oldest works in every step and is never
-    preempted, and equal requests end in the order they came."""
-    for seed in range(5):
-        prompts, params = map(list, zip(*requests_for_four(random.Random(seed), 50, 24, equal=equal), strict=True))
-        engine = fake(cache_type, 24, max_batch_size=64, max_tokens_per_batch=64)
-        judge(pressed(engine, prompts, params), equal)
-        again = fake(cache_type, 24, max_batch_size=64).generate(prompts, params)
-        for sample, prompt, one in zip(again, prompts, params, strict=True):
-            assert list(sample.completion_tokens) == reference(prompt, one, 0)[0]
-
-
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("cache_type", CACHES)
-def test_i_pressure_on_a_model(cache_type: str, equal: bool, untied: Pair, open_engine: OpenEngine) -> None:
-    """The same on a real model: the tokens of the unpressed run, log-probabilities to 1e-4 of it and of the trainer."""
+def test_i_requests_under_pressure(cache_type: str, equal: bool, untied: Pair, open_engine: OpenEngine) -> None:
+    """64 requests in blocks for four have the tokens of the unpressed run, and log-probabilities to 1e-4 of it and of
+    the trainer; the oldest works in every step and is never preempted, equal ones end in the order they came."""
     prompts, params = map(list, zip(*requests_for_four(random.Random(1), VOCAB_SIZE, 24, equal=equal), strict=True))
     options = {"cache_type": cache_type, "max_batch_size": 64}
     expected = open_engine(untied, **options).generate(prompts, params)
