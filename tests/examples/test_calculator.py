@@ -14,7 +14,6 @@ import torch
 
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat import GPT
-from nano_inference.nanochat.dialogue import render_conversation
 from nano_inference.text.tokenizer import load_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -49,20 +48,3 @@ def test_the_trained_module_and_ours_compute_the_same(tmp_path: Path, data: Modu
     ours = GPT.from_state_dict(model.state_dict(), dict(script.CONFIG))
     with torch.no_grad():
         assert torch.allclose(ours.forward(ids), model(ids)[..., :265], atol=1e-4)
-
-
-def test_held_out_questions_are_never_trained_on(data: ModuleType) -> None:
-    asked = data.held_out(500, 0)
-    assert len({question for question, _ in asked}) > 490
-    assert asked == data.held_out(500, 0) != data.held_out(500, 1)
-    assert all(data.is_right(f"The answer is {answer}.", answer) for _, answer in asked[:50])
-    assert not data.is_right("The answer is 13.", "12")
-
-
-def test_the_data_is_rendered_as_nanochat_renders(data: ModuleType) -> None:
-    tokenizer = load_tokenizer(
-        open_checkpoint(EXAMPLES.parent / "src/nano_inference/nanochat/data/calculator").tokenizer
-    )
-    parts = [{"type": "python", "text": "1+2"}, {"type": "python_output", "text": "3"}, {"type": "text", "text": "3."}]
-    messages = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": parts}]
-    assert data.render([data.Turn("1+2?", "1+2", "{}.")], 256) == render_conversation(tokenizer, messages)

@@ -36,59 +36,11 @@ def test_words_and_digits_are_inverse(
     modules: dict[str, ModuleType], value: int, hyphen: str, conjunction: str
 ) -> None:
     numbers = modules["calculator_numbers"]
+    assert numbers.in_words(123_405, "-", "and ") == "one hundred and twenty-three thousand four hundred and five"
     text = numbers.in_words(value, hyphen, conjunction)
     assert numbers.from_words(text) == value
     assert not any(character.isdigit() for character in text) and "  " not in text
     assert numbers.from_words(text.upper().replace("-", " ")) == value
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "zero"),
-        (15, "fifteen"),
-        (40, "forty"),
-        (123_405, "one hundred and twenty-three thousand four hundred and five"),
-        (1_000_000, "one million"),
-        (5_000_003, "five million and three"),
-        (9_999_999, "nine million nine hundred and ninety-nine thousand nine hundred and ninety-nine"),
-    ],
-)
-def test_numbers_are_said_as_in_english(modules: dict[str, ModuleType], value: int, text: str) -> None:
-    assert modules["calculator_numbers"].in_words(value, "-", "and ") == text
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("a hundred", 100),
-        ("fifteen hundred", 1500),
-        ("a million, two thousand", 1_002_000),
-        ("Two Hundred and Five", 205),
-    ],
-)
-def test_other_forms_of_numbers_are_read(modules: dict[str, ModuleType], text: str, value: int) -> None:
-    assert modules["calculator_numbers"].from_words(text) == value
-
-
-def test_a_text_without_number_is_refused(modules: dict[str, ModuleType]) -> None:
-    with pytest.raises(ValueError, match="twelfe"):
-        modules["calculator_numbers"].from_words("twelfe")
-
-
-@given(seed=st.integers(0, 2**32), size=st.integers(1, 7))
-def test_drawn_words_have_the_written_value(modules: dict[str, ModuleType], seed: int, size: int) -> None:
-    numbers = modules["calculator_numbers"]
-    spoken, written = numbers.words(size, size)(random.Random(seed))
-    assert numbers.from_words(spoken) == int(written) < 10**size
-
-
-@given(seed=st.integers(0, 2**32))
-def test_scaled_numbers_have_the_written_value(modules: dict[str, ModuleType], seed: int) -> None:
-    spoken, written = modules["calculator_numbers"].scaled(random.Random(seed))
-    scales = {" million": 1_000_000, " thousand": 1_000, "k": 1_000, " hundred": 100}
-    end = next(end for end in scales if spoken.endswith(end))
-    assert float(spoken.removesuffix(end)) * scales[end] == pytest.approx(int(written))
 
 
 @pytest.mark.parametrize("first", "+-*/")
@@ -100,14 +52,6 @@ def test_two_operations_are_computed_in_their_order(
     written = modules["calculator_steps"].chained("12", first, "30", second, "7")
     assert float(data.result_text(written)) == pytest.approx(compute[second](compute[first](12.0, 30.0), 7.0))
     assert ("(" in written) == (first in "+-" and second in "*/")
-
-
-def test_two_step_questions_have_two_operations(data: ModuleType) -> None:
-    rng = random.Random(0)
-    for name in ("two steps in words", "two-step stories"):
-        for _ in range(300):
-            turn = data.SKILLS[name][1](rng)
-            assert sum(turn.expression.count(symbol) for symbol in "+-*/") >= 2, turn
 
 
 def test_no_training_turn_is_held_out(data: ModuleType) -> None:
@@ -126,31 +70,13 @@ def test_every_skill_has_held_out_questions(data: ModuleType) -> None:
         assert not any(data.trainable(turn) for turn in turns)
         assert all(data.result_text(turn.expression) for turn in turns if turn.expression)
     assert all(not data.trainable(second) for _, second in data.held_out_chains(20, 0))
-
-
-def test_a_line_is_held_out_in_every_spelling(modules: dict[str, ModuleType]) -> None:
-    talk = modules["calculator_talk"]
-    rng = random.Random(0)
-    lines = [talk.phrase(rng)[0] for _ in range(500)]
-    held = [line for line in lines if talk.held_out_line(line)]
-    assert 10 < len(held) < 100 and all(len(line.split()) > 3 for line in held)
-    assert all(talk.held_out_line(line.upper().rstrip("?!.")) for line in held)
-    assert not talk.held_out_line("Hello")
-
-
-def test_replies_repeat_the_slot_of_their_line(modules: dict[str, ModuleType]) -> None:
-    rng = random.Random(0)
-    names = modules["calculator_talk"].SLOTS["name"]
-    reply = "Nice to meet you, {name}! What shall I calculate?"
-    for _ in range(50):
-        question, said = modules["calculator_talk"].filled(rng, "{hi}, I am {name}", reply)
-        assert any(question.endswith(f"I am {name}") and said == reply.format(name=name) for name in names)
+    assert data.is_right("The answer is 12.", "12") and not data.is_right("The answer is 13.", "12")
 
 
 def test_conversations_are_rendered_as_nanochat_renders(data: ModuleType) -> None:
     tokenizer = load_tokenizer(open_checkpoint(ROOT / "src/nano_inference/nanochat/data/calculator").tokenizer)
     rng = random.Random(5)
-    for _ in range(40):
+    for _ in range(10):
         turns, messages = data.conversation(rng)[:2], []
         for turn in turns:
             result = data.result_text(turn.expression) if turn.expression else None

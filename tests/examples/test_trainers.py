@@ -16,10 +16,8 @@ from tests.forking import Forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MISSING = [name for name in ("trl", "matplotlib") if importlib.util.find_spec(name) is None]
-STEPS = ("--steps", "20")
-"""The first half of which is compared with the second."""
-TRLS_LR = ("--lr", "6e-4")
-"""Twice the default, because it makes one step of the optimizer for each batch and grpo.py two."""
+STEPS = ("--steps", "20")  # the first ten are compared with the last ten
+TRLS_LR = ("--lr", "6e-4")  # twice the default: one step of the optimizer for each batch, and grpo.py makes two
 IMPORTS = (
     *("transformers.models.llama.modeling_llama", "matplotlib.backends.backend_agg", "trl.trainer.grpo_trainer"),
     *("datasets", "nano_inference.build", "nano_inference.rl.pool"),
@@ -30,7 +28,10 @@ SCRIPT = "import runpy, sys; sys.argv.pop(0); sys.path[0] = sys.argv[0].rpartiti
 """Runs the script in `sys.argv[1]` as `python SCRIPT …` does."""
 TEACH = "import sys; from tests.examples.taught import teach; teach(sys.argv[1])"
 LOSS = "import sys; from tests.examples.taught import loss_of; print(loss_of(sys.argv[1]))"
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} (pip install '.[examples]')")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} (pip install '.[examples]')"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +65,11 @@ def has_learned(result: dict[str, Any]) -> bool:
     return bool(result["last10"] - result["first10"] > 3 * error)
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory for the model that grpo.py writes before its first step."""
-    return tmp_path_factory.mktemp("started")
-
-
-@pytest.mark.parametrize("how", ["keep", "recompute"])
-def test_k_our_own_grpo_agrees_at_every_step_in_flight(how: str, forks: Forks, started: Path) -> None:
-    result = run(forks, "grpo.py", started, "--pretraining", "20", "--steps", "4", "--in-flight", how)
+@pytest.mark.parametrize("how", ["keep", pytest.param("recompute", marks=pytest.mark.nightly)])
+def test_k_our_own_grpo_agrees_at_every_step_in_flight(how: str, forks: Forks, tmp_path: Path) -> None:
+    result = run(forks, "grpo.py", tmp_path, "--pretraining", "20", "--steps", "4", "--in-flight", how)
     assert result["spanning"] > 0
-    assert float(printed(forks, LOSS, started)) < 2.0, "the supervised start taught nothing"  # at first 2.6
+    assert float(printed(forks, LOSS, tmp_path)) < 2.0, "the supervised start taught nothing"  # at first 2.6
 
 
 @pytest.fixture(scope="module")
@@ -85,24 +80,18 @@ def taught(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def on_one_engine(forks: Forks, taught: Path) -> dict[str, Any]:
-    """The last line of our own GRPO on one engine."""
-    return run(forks, "grpo.py", taught, *STEPS)
+def test_k_our_own_grpo_learns_and_agrees_at_every_step(forks: Forks, taught: Path) -> None:
+    result = run(forks, "grpo.py", taught, *STEPS)
+    assert has_learned(result) and result["spanning"] == 0
 
 
-def test_k_our_own_grpo_learns_and_agrees_at_every_step(on_one_engine: dict[str, Any]) -> None:
-    assert has_learned(on_one_engine) and on_one_engine["spanning"] == 0
-
-
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray (pip install '.[ray]')")
-def test_k_our_own_grpo_on_two_replicas_repeats_the_run_on_one(
-    on_one_engine: dict[str, Any], forks: Forks, taught: Path
-) -> None:
-    """Ten steps, each after an update of both replicas: the same rewards as in the first ten of the run on one."""
-    two = run(forks, "grpo.py", taught, "--steps", "10", "--replicas", "2")
+def test_k_our_own_grpo_on_two_replicas_repeats_the_run_on_one(forks: Forks, taught: Path) -> None:
+    """Ten steps, each after an update of both replicas: the same rewards as on one engine."""
+    one, two = (run(forks, "grpo.py", taught, "--steps", "10", *more) for more in ((), ("--replicas", "2")))
     for name in ("first10", "first10_error"):
-        assert two[name] == on_one_engine[name]
+        assert two[name] == one[name]
 
 
 def test_k_trls_grpo_learns_and_agrees_at_every_step(forks: Forks, taught: Path) -> None:
@@ -110,6 +99,5 @@ def test_k_trls_grpo_learns_and_agrees_at_every_step(forks: Forks, taught: Path)
     assert has_learned(result) and result["in_flight"] >= 12
 
 
-def test_k_trls_server_mode_learns_and_agrees_at_every_step(forks: Forks, taught: Path) -> None:
-    result = run(forks, "trl_grpo.py", taught, "--server", *STEPS, *TRLS_LR)
-    assert has_learned(result) and result["updates"] == 20
+def test_k_trls_server_mode_agrees_at_every_step(forks: Forks, taught: Path) -> None:
+    assert run(forks, "trl_grpo.py", taught, "--server", "--steps", "5", *TRLS_LR)["updates"] == 5
