@@ -6,7 +6,7 @@ gets exactly the tokens that the model saw and sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
 from itertools import chain, groupby
@@ -86,7 +86,17 @@ class Rollout:
         """The maximal runs of one origin, in order; a run never spans two turns."""
         parts = [_input_segment("prompt", self.prompt_tokens)]
         for turn in self.turns:
-            parts += _sample_segments(turn.sample)
+            sample, end = turn.sample, 0
+            for is_sampled, run in groupby(sample.mask):
+                start, end = end, end + len(list(run))
+                parts.append(
+                    Segment(
+                        kind="sampled" if is_sampled else "forced",
+                        tokens=sample.completion_tokens[start:end],
+                        logprobs=sample.logprobs[start:end],
+                        token_versions=sample.token_versions[start:end],
+                    )
+                )
             parts += [_input_segment("environment", turn.observation)] if turn.observation else []
         return tuple(parts)
 
@@ -320,19 +330,6 @@ def _observe_turn(rollout: Rollout, environment: Environment, rules: _Rules) -> 
 def _input_segment(kind: SegmentKind, tokens: tuple[int, ...]) -> Segment:
     size = len(tokens)
     return Segment(kind=kind, tokens=tokens, logprobs=(0.0,) * size, token_versions=(-1,) * size)
-
-
-def _sample_segments(sample: TrainingSample) -> Iterator[Segment]:
-    """Split a sample into runs of sampled and of forced tokens."""
-    end = 0
-    for is_sampled, run in groupby(sample.mask):
-        start, end = end, end + len(list(run))
-        yield Segment(
-            kind="sampled" if is_sampled else "forced",
-            tokens=sample.completion_tokens[start:end],
-            logprobs=sample.logprobs[start:end],
-            token_versions=sample.token_versions[start:end],
-        )
 
 
 def _request_turn(

@@ -28,10 +28,13 @@ _PLAIN = (
 )
 
 
-def params_json(params: SamplingParams, num_samples: int) -> JSON:
-    """Return vLLM's `sampling_params`; options that only our server has are left out unless they are used."""
+def request_json(request: EngineRequest, model: str, name: str) -> JSON:
+    """Return the body; options that only our server has are left out unless they are used."""
+    params, seed = request.params, request.params.seed
+    if seed is not None and seed >= 1 << 63:  # servers take signed seeds, which give the same draws
+        seed -= 1 << 64
     fields: JSON = {name: getattr(params, name) for name in _PLAIN}
-    fields |= {"n": num_samples, "logprobs": params.logprobs or 0, "seed": signed(params.seed)}
+    fields |= {"n": request.num_samples, "logprobs": params.logprobs or 0, "seed": seed}
     more = {
         "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
         "allowed_token_ids": sorted(params.allowed_token_ids or ()),
@@ -44,25 +47,8 @@ def params_json(params: SamplingParams, num_samples: int) -> JSON:
     fields |= {name: value for name, value in more.items() if value}
     if params.prompt_logprobs is not None:
         fields["prompt_logprobs"] = params.prompt_logprobs
-    return fields
-
-
-def signed(seed: int | None) -> int | None:
-    """Return a seed of 64 bits as the signed number that servers take; both give the same draws."""
-    return seed if seed is None or seed < 1 << 63 else seed - (1 << 64)
-
-
-def request_json(request: EngineRequest, model: str, name: str) -> JSON:
-    """Return the body. Raises `BadRequest` naming what a server cannot be asked for."""
-    check_supported(request)
     salt = {"cache_salt": request.salt} if request.salt else {}
-    return {
-        "model": model,
-        "request_id": name,
-        "token_ids": list(request.prompt),
-        "sampling_params": params_json(request.params, request.num_samples),
-        **salt,
-    }
+    return {"model": model, "request_id": name, "token_ids": list(request.prompt), "sampling_params": fields, **salt}
 
 
 def plain_request(request: EngineRequest) -> EngineRequest:

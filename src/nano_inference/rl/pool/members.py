@@ -20,6 +20,7 @@ from nano_inference.weights.staging import pairs
 from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 _MOST_ATTEMPTS = 4  # a request that so many workers in a row did not survive is not tried again
+_PER_TOKEN = ("token_ids", "logprobs", "mask", "versions", "top_logprobs", "raw_logprobs", "sampling_masks")
 _log = logging.getLogger(__name__)
 
 
@@ -246,7 +247,7 @@ class Members:
         return self.version
 
     async def replace(self, member: Member, error: WorkerDied) -> None:
-        """Open a new worker in the place of a dead one; if that fails, try again later. Idempotent."""
+        """Open a new worker in the place of a dead one; if that fails, try again later. Can be called twice."""
         index = member.index
         if self._members.get(index) is not member:
             return
@@ -282,7 +283,23 @@ class Members:
         worker = await self._fleet.open(index)
         try:
             async with self.lock:
-                self._members[index] = await self._prepared(index, worker)
+                member = self._member(index, worker)
+                # Install the weights in force.
+                if self._in_force:
+                    await worker.call("discard")  # a server that was unreachable may hold an update of before
+                for version, update in self._in_force:
+                    member.versions[await worker.call("stage", update)] = version
+                    await worker.call("commit")
+                # Pause or resume it as the pool is: a server that was unreachable may be paused since then.
+                is_paused: bool | None = None
+                while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
+                    is_paused = self._is_paused
+                    if is_paused:
+                        await worker.call("pause", "keep", False)
+                    else:
+                        with suppress(BadRequest):  # a server without pauses cannot be paused
+                            await worker.call("resume")
+                self._members[index] = member
         except BaseException:
             await worker.close()
             raise
@@ -292,25 +309,6 @@ class Members:
     def _member(self, index: int, worker: Worker) -> Member:
         versions = {worker.first_version: 0}
         return Member(index=index, worker=worker, versions=versions, labels=self.labels, lineage=self._lineage)
-
-    async def _prepared(self, index: int, worker: Worker) -> Member:
-        """Install the weights in force in a new worker, and pause or resume it as the pool is."""
-        member = self._member(index, worker)
-        if self._in_force:
-            await worker.call("discard")  # a server that was unreachable may hold an update of before
-        for version, update in self._in_force:
-            number = await worker.call("stage", update)
-            member.versions[number] = version
-            await worker.call("commit")
-        is_paused: bool | None = None  # a server that was unreachable may be paused since then
-        while is_paused != self._is_paused:  # the pool may be paused or resumed during the call
-            is_paused = self._is_paused
-            if is_paused:
-                await worker.call("pause", "keep", False)
-            else:
-                with suppress(BadRequest):  # a server without pauses cannot be paused
-                    await worker.call("resume")
-        return member
 
 
 class Delivered:
@@ -342,24 +340,10 @@ class Delivered:
                 f"request {delta.request_id}: its worker died and the weights have changed since, so that the stream "
                 "cannot be continued; start it again"
             )
-        new = without_first(delta, len(repeated))
-        known += new.token_ids
+        if repeated:  # cut these tokens off; the sample stays whole
+            count = len(repeated)
+            delta = replace(delta, **{name: value[count:] for name in _PER_TOKEN if (value := getattr(delta, name))})
+        known += delta.token_ids
         if delta.sample is not None:
             self._ended.add(index)
-        return new if new.token_ids or new.sample is not None else None
-
-
-def without_first(delta: Delta, count: int) -> Delta:
-    """Return a delta without its first `count` tokens; its sample stays whole."""
-    if not count:
-        return delta
-    optional = ("top_logprobs", "raw_logprobs", "sampling_masks")
-    cut = {name: value[count:] for name in optional if (value := getattr(delta, name)) is not None}
-    return replace(
-        delta,
-        token_ids=delta.token_ids[count:],
-        logprobs=delta.logprobs[count:],
-        mask=delta.mask[count:],
-        versions=delta.versions[count:],
-        **cut,
-    )
+        return delta if delta.token_ids or delta.sample is not None else None

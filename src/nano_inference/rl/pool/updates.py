@@ -87,19 +87,14 @@ class Updates:
             if isinstance(error, WorkerDied):
                 await members.replace(member, error)
         if failed:
-            raise _refused(*failed[0], version)
+            member, error = failed[0]
+            name = member.worker.name
+            kind = UpdateBusy if isinstance(error, UpdateBusy) else WeightError
+            raise kind(f"{name}: {str(error).removeprefix(f'{name}: ')}; all workers keep version {version}") from error
         for member, outcome in zip(alive, done, strict=True):
             if isinstance(outcome, BaseException):  # the update is in force: the replacement gets it
                 await members.replace(member, WorkerDied(f"{member.worker.name}: could not install: {outcome}"))
         return version
-
-
-def _refused(member: Member, error: BaseException, version: int) -> WeightError | UpdateBusy:
-    kind = UpdateBusy if isinstance(error, UpdateBusy) else WeightError
-    reason = str(error).removeprefix(f"{member.worker.name}: ")
-    refusal = kind(f"{member.worker.name}: {reason}; all workers keep version {version}")
-    refusal.__cause__ = error
-    return refusal
 
 
 async def _discard(holding: list[Member]) -> None:
