@@ -1,8 +1,7 @@
-"""Acceptance: what reinforcement learning asks of the engine, letter by letter (a to i), in process, on a CPU.
+"""Acceptance: what reinforcement learning asks of the engine (criteria a to h), in process, on a CPU.
 
-The letters are those of the project's list of acceptance tests for RL clients; each test names its own. Real models are
-tiny and random, with Transformers as the trainer; the fakes are those of `tests.sim`. K/V of several versions at once
-is `tests.test_mixed_weights`' part of the letters a and e.
+Models are tiny and random, with Transformers as the trainer; the fakes are those of `tests.sim`. K/V of several
+versions at once is tested in `tests.test_mixed_weights`, pressure in `tests.sim`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +19,9 @@ import transformers
 
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample, WeightError, weights_checksum
 from nano_inference.core.seeds import uniform
-from nano_inference.core.step import BlockCopy, Row
-from nano_inference.text.stops import stop_matcher
 from nano_inference.types import StepResult
 from tests.models.families import VOCAB_SIZE, gap, reference_logprobs
-from tests.sim.fakes import Calculator, fake_config, fake_parts
+from tests.sim.fakes import fake_config, fake_parts
 from tests.weights.pairs import OpenEngine, Pair
 
 Model = transformers.PreTrainedModel
@@ -543,49 +540,6 @@ def ticks(engine: InferenceEngine, count: int) -> Counter[tuple[int, int]]:
     return found
 
 
-def test_f_an_abort_in_the_middle_of_a_prompt(make: Opener) -> None:
-    """A request whose prompt is being computed in chunks gives its blocks back at once, and the scores it has."""
-    engine = make(max_tokens_per_batch=4)
-    params = replace(LONG, prompt_logprobs=0)
-    whole = whole_of(engine, 2, params)
-    for num_steps in (1, 2):
-        mine = engine.add_request(PROMPT, params, 2)
-        steps(engine, num_steps)
-        assert num_held(engine) == num_steps
-        partial = engine.abort(mine)
-        assert num_held(engine) == 0 and not engine.has_pending()
-        assert_partial(partial, whole, [0, 0])
-        assert partial[0].prompt_logprobs == pytest.approx(scores_of(whole[0])[: 4 * num_steps], abs=1e-5)
-        engine.flush_cache()
-    assert tokens_of(engine.generate([PROMPT], params, 2)) == tokens_of(whole)
-
-
-def scores_of(sample: TrainingSample) -> tuple[float, ...]:
-    assert sample.prompt_logprobs is not None
-    return sample.prompt_logprobs
-
-
-def test_f_an_abort_of_what_runs(make: Opener) -> None:
-    """A running group returns all that it has drawn; its blocks are free before another step, and its mates do not
-    notice."""
-    engine = make()
-    whole = whole_of(engine, 3)
-    alone = engine.generate([[1, 2, 3]], LONG)
-    engine.flush_cache()
-    other = engine.add_request([1, 2, 3], LONG)
-    mates = ticks(engine, 2)
-    mine = engine.add_request(PROMPT, LONG, 3)
-    got = ticks(engine, 8)
-    mates.update({(other, 0): got.pop((other, 0))})
-    held = num_held(engine)
-    assert_partial(engine.abort(mine), whole, [got[mine, index] for index in range(3)])
-    assert 5 <= min(got.values()) <= max(got.values()) == 8
-    assert num_held(engine) == -(-(3 + mates[other, 0] - 1) // 4) < held, "only the other's are held"
-    assert engine.abort(mine) == ()
-    ended = run_out(engine)
-    assert [sample.request_id for sample in ended] == [other] and tokens_of(ended) == tokens_of(alone)
-
-
 def test_f_an_abort_of_a_group_some_of_which_run_wait_or_have_ended(make: Opener) -> None:
     """Of a group, those that run and those that wait are returned; those that have ended were returned before."""
     engine = make(max_batch_size=2)
@@ -602,26 +556,6 @@ def test_f_an_abort_of_a_group_some_of_which_run_wait_or_have_ended(make: Opener
     sizes = [len(sample.completion_tokens) for sample in partial]
     assert_partial(partial, whole[2:], sizes)
     assert sizes[0] >= sizes[1] >= 6 and sizes[2:] == [0, 0]
-
-
-def test_f_an_abort_of_what_was_preempted(make: Opener) -> None:
-    """A request that ran and waits again, without blocks, returns what it had drawn."""
-    prompt = text(2, 11, 50)
-    expected = make().generate([prompt], LONG)
-    engine = make(blocks=12)
-    first, second = engine.add_request(PROMPT, LONG), engine.add_request(prompt, LONG)
-    got: Counter[int] = Counter()
-    num_preempted = 0
-    while not num_preempted:
-        result = engine.tick()
-        got.update({delta.request_id: len(delta.token_ids) for delta in result.deltas})
-        num_preempted = result.stats.num_preempted
-    held = num_held(engine)
-    partial = engine.abort(second)
-    assert num_held(engine) == held and partial[0].num_preemptions == 1
-    assert_partial(partial, expected, [got[second]])
-    assert got[second] > 5
-    assert [sample.request_id for sample in run_out(engine)] == [first]
 
 
 def test_f_a_closed_stream_and_a_client_that_went_away(make: Opener) -> None:
@@ -698,52 +632,6 @@ def test_g_any_sample_of_a_group_can_be_resumed(make: Opener) -> None:
             for name in ("raw_logprobs", "prompt_logprobs"):
                 assert getattr(done, name) == pytest.approx(getattr(whole[index], name), abs=1e-5)
             assert done.top_logprobs is not None and len(done.top_logprobs) == 24
-
-
-class Letters:
-    """A tokenizer that writes one letter for each token."""
-
-    vocab_size = VOCAB_SIZE
-    special_ids = frozenset[int]()
-
-    def token_bytes(self, token: int) -> bytes:
-        return bytes([97 + token % 26])
-
-
-def with_letters(engine: InferenceEngine) -> InferenceEngine:
-    """The same engine with stop strings."""
-    parts = replace(engine.parts, stop_matcher=lambda stops: stop_matcher(Letters(), stops))  # type: ignore[arg-type]
-    return InferenceEngine(engine.config, parts=parts)
-
-
-def test_g_stop_strings_and_programs_are_restored(make: Opener) -> None:
-    """A stop string that was half written when the sample was aborted still stops it, and a token program continues in
-    the state it was in: same tokens, same mask, same end."""
-    engine = with_letters(make())
-    free = [engine.generate([PROMPT], replace(LONG, max_tokens=40))[0]]
-    request = engine.add_request(PROMPT, replace(LONG, max_tokens=40), program=Calculator(), claim=True)
-    engine.wait_for_any([request])
-    free += engine.collect(request)
-    assert 0 in free[1].mask, "something was forced"
-    letters = ["".join(Letters().token_bytes(token).decode() for token in one.completion_tokens) for one in free]
-    num_stopped = num_inside = 0
-    for written, program in zip(letters, (None, Calculator()), strict=True):
-        for stop in (written[17:21], written[30:32], "0"):  # the last is never written
-            params = replace(LONG, max_tokens=40, stop=(stop,))
-            engine.flush_cache()
-            request = engine.add_request(PROMPT, params, program=program, claim=True)
-            engine.wait_for_any([request])
-            whole = engine.collect(request)[0]
-            for num_steps in (1, 6, 13, *range(len(whole.mask) - 5, len(whole.mask))):
-                partial = aborted_after(engine, num_steps, params, program=program)[0]
-                if partial.finish_reason != "abort":
-                    break
-                done = resumed(engine, partial, params, program=program)
-                assert_same(done, whole)
-                assert (done.finish_reason, done.stop_reason) == (whole.finish_reason, whole.stop_reason)
-                num_inside += 0 < len(whole.mask) - len(partial.mask) < len(stop)
-            num_stopped += whole.stop_reason == stop
-    assert num_stopped >= 3 and num_inside >= 3
 
 
 def test_g_an_aborting_update_and_a_resumption_are_exact(untied: Pair, open_engine: OpenEngine) -> None:
@@ -833,76 +721,3 @@ def test_h_no_new_tokens_scores_the_prompt(cache_type: str, pair: Pair, open_eng
                     if len(prompt) > 1:
                         assert gap(pair.old, prompt, list(sample.prompt_logprobs or ())) <= TOLERANCE
         assert num_held(engine) == 0 and not engine.has_pending()
-
-
-# ---- i: more requests than blocks
-
-
-class OldestFirst:
-    """Wraps a runner: each step must compute the oldest request that has not ended."""
-
-    failure = None
-
-    def __init__(self, inner: Any, live: set[int]) -> None:
-        self.inner = inner
-        self.live = live
-        """Ids of the sequences that have not ended; they rise with age."""
-        self.num_steps = 0
-
-    def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Any:
-        assert min(self.live) in {row.id for row in rows}, "the oldest was left waiting"
-        self.num_steps += 1
-        return self.inner.run(rows, copies, fresh)
-
-
-def pressed(engine: InferenceEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[TrainingSample]:
-    """Run all requests under watch and return their samples in the order in which they ended."""
-    watch = OldestFirst(engine.parts.runner, set())
-    engine = InferenceEngine(engine.config, parts=replace(engine.parts, runner=watch))
-    watch.live |= {engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)}
-    ended: list[TrainingSample] = []
-    while engine.has_pending():
-        found = engine.step()
-        watch.live -= {sample.request_id for sample in found}
-        ended += found
-        engine.parts.kv.check()
-    assert num_held(engine) == 0 and watch.num_steps > 100
-    return ended
-
-
-def requests_for_four(rng: random.Random, vocab_size: int, num_blocks: int, *, equal: bool) -> Iterator[Any]:
-    """64 requests, of which `num_blocks` blocks of 4 hold four: each needs a quarter of them at its end."""
-    longest = num_blocks * 4 // 4
-    for index in range(64):
-        length = 8 if equal else rng.randrange(1, longest // 2)
-        num_new = longest - length if equal else rng.randrange(longest // 2, longest - length + 1)
-        prompt = [rng.randrange(vocab_size) for _ in range(length)]
-        yield prompt, replace(LONG, max_tokens=num_new, seed=index)
-
-
-@pytest.mark.parametrize("equal", [True, False])
-@pytest.mark.parametrize("cache_type", CACHES)
-def test_i_requests_under_pressure(cache_type: str, equal: bool, untied: Pair, open_engine: OpenEngine) -> None:
-    """64 requests in blocks for four have the tokens of the unpressed run, and log-probabilities to 1e-4 of it and of
-    the trainer; the oldest works in every step and is never preempted, equal ones end in the order they came."""
-    prompts, params = map(list, zip(*requests_for_four(random.Random(1), VOCAB_SIZE, 24, equal=equal), strict=True))
-    options = {"cache_type": cache_type, "max_batch_size": 64}
-    expected = open_engine(untied, **options).generate(prompts, params)
-    assert not any(sample.num_preemptions for sample in expected)
-    ended = pressed(open_engine(untied, **options, **tight(24)), prompts, params)
-    judge(ended, equal)
-    for sample, roomy in zip(sorted(ended, key=lambda sample: sample.request_id), expected, strict=True):
-        assert sample.prompt_tokens == roomy.prompt_tokens
-        assert_same(sample, roomy, TOLERANCE)
-        assert float(differences(untied.old, sample, 1.0).abs().max()) <= TOLERANCE
-
-
-def judge(ended: list[TrainingSample], equal: bool) -> None:
-    """All ended by their length, some after a preemption, the first never preempted; equal ones about in order."""
-    order = [sample.request_id for sample in ended]
-    assert sorted(order) == list(range(64)) and {sample.finish_reason for sample in ended} == {"length"}
-    by_id = {sample.request_id: sample for sample in ended}
-    assert sum(sample.num_preemptions for sample in ended) > 0 and by_id[0].num_preemptions == 0
-    if equal:
-        # Prompts share steps, so a younger one may end two places before an older one.
-        assert max(abs(place - one) for place, one in enumerate(order)) <= 2, order
