@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +11,7 @@ import pytest
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, RolloutPool, SamplingParams, UrlFleet, WeightError
 from tests.pool.engines import PARAMS, PROMPTS, SEED, config_of, facts
 from tests.pool.vllm_stub import Stub, vllm_stub
-from tests.server.proxied import proxied
-from tests.server.tiny import events_in, make_tiny
+from tests.server.tiny import make_tiny
 from tests.server.trainer import serving
 from tests.weights.pairs import Pair
 
@@ -78,26 +76,3 @@ def test_a_refused_pause_pauses_no_other_server(tmp_path: Path) -> None:
             pool.pause("keep")
         assert len(pool.generate(PROMPTS, PARAMS)) == 8
         assert ours.link.last_stats is not None and stub.asked[-1][0] == "/inference/v1/generate"
-
-
-def test_the_proxy_passes_requests_and_streams_on(stubs: list[Stub], single: InferenceEngine) -> None:
-    body = {
-        "model": "m",
-        "request_id": "r",
-        "token_ids": PROMPTS[0],
-        "sampling_params": {"n": 1, "seed": 4, "max_tokens": 6, "ignore_eos": True, "logprobs": 0},
-    }
-    right = single.generate(PROMPTS[:1], SamplingParams(seed=4, max_tokens=6, ignore_eos=True))[0].completion_tokens
-    with proxied([stub.url for stub in stubs], checks_health=True) as front:
-        assert front.client.get("/v1/models").json()["data"][0]["id"] == "m"
-        assert front.client.get("/health").json()["status"] == "ok"
-        front.servers.placed.clear()
-        whole = front.client.post("/inference/v1/generate", json=body).json()
-        assert tuple(whole["choices"][0]["token_ids"]) == right
-        text = front.client.post("/inference/v1/generate", json={**body, "stream": True}).text
-        assert tuple(event["choices"][0]["token_ids"][0] for event in events_in(text)[:-1]) == right
-        assert len(front.servers.placed) == 2 and len(set(front.servers.placed)) == 1  # where the prefix is cached
-        completion = front.client.post("/v1/completions", json={"prompt": PROMPTS[0], "max_tokens": 3}).json()
-        assert len(json.loads(completion["choices"][0]["text"].replace("(", "[").replace(")", "]"))) == 3
-        assert front.client.get("/metrics").status_code == front.client.get("/load").status_code == 200
-        assert front.client.post("/pause", json={}).status_code == 404

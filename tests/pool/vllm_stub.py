@@ -55,11 +55,7 @@ def vllm_stub(engine: InferenceEngine) -> Iterator[Stub]:
             stub.asked.append((self.path, body))
             if self.path == "/inference/v1/generate":
                 self._generate(body)
-            elif self.path == "/v1/completions":
-                params = SamplingParams(max_tokens=body["max_tokens"], temperature=0.0)
-                (sample,) = self._samples(body["prompt"], params, 1)
-                choice = {"index": 0, "text": str(sample.completion_tokens), "finish_reason": sample.finish_reason}
-                self._reply(200, {"object": "text_completion", "model": "m", "choices": [choice]})
+
             else:
                 self._reply(404, {"detail": "Not Found"})
 
