@@ -177,15 +177,6 @@ class GPT:
         """Return self: the model is always in evaluation mode."""
         return self
 
-    def __call__(
-        self,
-        idx: Tensor,
-        targets: Tensor | None = None,
-        kv_cache: KVCache | None = None,
-        loss_reduction: LossReduction = "mean",
-    ) -> Tensor:
-        return self.forward(idx, targets, kv_cache, loss_reduction)
-
     def setup_optimizer(self, *rates: float, **named_rates: float) -> NoReturn:
         """Raise `NotImplementedError`: this model does not train."""
         raise NotImplementedError("setup_optimizer: this GPT has no gradients; train with nanochat's own gpt.py")
@@ -260,6 +251,8 @@ class GPT:
         if targets is None:
             return logits_NV.view(num_rows, num_tokens, -1)
         return functional.cross_entropy(logits_NV, targets.reshape(-1), ignore_index=-1, reduction=loss_reduction)
+
+    __call__ = forward
 
     def generate(
         self,

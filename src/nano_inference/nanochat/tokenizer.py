@@ -24,15 +24,13 @@ from nano_inference.support.packages import MissingPackage
 from nano_inference.text.fast import no_panic
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
 
-SPECIAL_TOKENS = (
+SPECIAL_TOKENS = (  # in the order of their ids, which follow those of the merges
     *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
     *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
 )
-"""In the order of their ids, which follow those of the merges."""
-SPLIT_PATTERN = (
+SPLIT_PATTERN = (  # splits texts into words in training: GPT-4's, with at most two digits per word
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-"""Pattern that splits texts into words in training: GPT-4's, with at most two digits per word."""
 
 
 class RustBPETokenizer:
@@ -77,21 +75,18 @@ class RustBPETokenizer:
 
     def get_vocab_size(self) -> int:
         """Return the number of ids, including special ones."""
-        size: int = self.enc.n_vocab
-        return size
+        return int(self.enc.n_vocab)
 
     def get_special_tokens(self) -> set[str]:
         """Return the texts of the special tokens."""
-        texts: set[str] = self.enc.special_tokens_set
-        return texts
+        return set(self.enc.special_tokens_set)
 
     def id_to_token(self, id: int) -> str:
         return self.decode([id])
 
     def encode_special(self, text: str) -> int:
         """Return the id of a token by its text. Raises `KeyError` for an unknown one."""
-        token: int = self.enc.encode_single_token(text)
-        return token
+        return int(self.enc.encode_single_token(text))
 
     def get_bos_token_id(self) -> int:
         """Return the id of the token that starts a text."""
@@ -131,13 +126,11 @@ class RustBPETokenizer:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self.enc.decode(ids)
-        return text
+        return str(self.enc.decode(ids))
 
     def decode_single_token_bytes(self, id: int) -> bytes:
         """Return the bytes of one id. Raises `KeyError` for an unknown one."""
-        data: bytes = self.enc.decode_single_token_bytes(id)
-        return data
+        return bytes(self.enc.decode_single_token_bytes(id))
 
     def save(self, tokenizer_dir: str | Path) -> None:
         """Write a tokenizer.pkl into a directory; nanochat and `from_directory` can read it."""
