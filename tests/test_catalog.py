@@ -16,21 +16,13 @@ from nano_inference.loading.catalog import (
     HubName,
     ModelEntry,
     default_cache,
-    find_wheel,
     list_models,
     parse_hub_id,
     pull,
     remove,
     resolve,
 )
-from nano_inference.nanochat.files import nanochat_home
 from nano_inference.types import ModelError
-
-
-def test_the_default_model_and_its_aliases() -> None:
-    for name in ("default", "smollm2-135m-instruct", "SmolLM2-135M-Instruct"):
-        assert find_wheel(name) is WHEELS[0]
-    assert find_wheel("smollm") is None
 
 
 @pytest.mark.parametrize(
@@ -231,11 +223,3 @@ def test_the_model_of_the_package(hub_cache: Path, tmp_path: Path) -> None:
     assert (entry.path, entry.source) == (directory, "package") and entry.bytes <= 6_000_000
     with pytest.raises(ModelError, match="cannot be removed"):
         remove("calculator", tmp_path)
-
-
-def test_nanochats_base_directory(tmp_path: Path) -> None:
-    assert nanochat_home({"NANOCHAT_BASE_DIR": str(tmp_path)}) == tmp_path
-    assert nanochat_home({}) == Path.home() / ".cache" / "nanochat"
-    file = tmp_path / "model_000650.pt"
-    file.write_bytes(b"")
-    assert resolve(str(file), tmp_path) == file

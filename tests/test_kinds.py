@@ -20,7 +20,6 @@ from nano_inference.models.families import OWN_FAMILIES, program_of
 from nano_inference.support.plugins import PluginError
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import OWN_TOKENIZERS, load_tokenizer
-from nano_inference.types import BadRequest
 from tests.server.tiny import make_tiny
 
 CODE = """
@@ -131,15 +130,6 @@ def test_the_engine_runs_a_family_of_another_package(
     assert found != answer(shallow / "whole", kernels), "the second layer changes what is said"
 
 
-def test_stop_strings_use_the_package_s_tokenizer(package: Path, shallow: Path) -> None:
-    tokenizer = load_tokenizer(TokenizerSource(str(shallow)))
-    text = tokenizer.decode(answer(shallow, "auto"))
-    stop = next(char for char in text[1:] if char.isascii() and char not in text[0])
-    with InferenceEngine(EngineConfig(model_path=str(shallow), **OPTIONS)) as engine:
-        (cut,) = engine.generate([PROMPT], replace(GREEDY, stop=(stop,)))
-    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-
-
 def test_without_the_package_its_models_are_refused(shallow: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json and no \.gguf file"):
         open_checkpoint(shallow)
@@ -158,11 +148,6 @@ def test_tables_are_given_as_an_argument(package: Path, shallow: Path) -> None:
     with pytest.raises(ModelError, match="no installed package has the family shallow, only dense, gemma"):
         assemble(config, kinds=replace(installed, families=OWN_FAMILIES))
     assert program_of(open_checkpoint(shallow / "whole").config, OWN_FAMILIES).vocab_size == 260
-
-
-def test_format_without_open_properties_rejects_overrides(package: Path, shallow: Path) -> None:
-    with pytest.raises(BadRequest, match=r"^overrides: .*model is not "):
-        open_checkpoint(shallow, ("depth=2",))
 
 
 def test_a_row_of_the_wrong_kind_is_refused_with_its_package(package: Path, shallow: Path) -> None:

@@ -20,7 +20,7 @@ from nano_inference.cli.chat.local import fit_to_context
 from nano_inference.cli.local import open_session, stream_answer
 from nano_inference.cli.options import COMMON
 from nano_inference.cli.place import parse_lines
-from nano_inference.cli.terminal import Interrupts, bar
+from nano_inference.cli.terminal import Interrupts
 from nano_inference.loading.catalog import WHEELS
 from nano_inference.types import EngineDead
 from tests.models.families import make_model
@@ -344,21 +344,6 @@ def test_chat_prints_and_uses_chat_defaults(
     assert "[chat defaults: at most 1024 tokens; /set changes them]" in err
 
 
-def test_saved_chat_excludes_models_sampling(
-    opinionated: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise a saved conversation would apply it to another model."""
-    file = tmp_path / "saved.json"
-    lines = f"/set top_k\n/set top_k 4\n/set top_k default\n/show\nhello\n/save {file}\n"
-    _, err = run_chat(capsys, monkeypatch, lines, "-m", str(opinionated), "--max-tokens", "3", "--min-p", "0")
-    assert err.count("top_k = 1 (default)") == 3 and "top_k = 4\n" in err
-    assert "max_tokens = 3" in err and "min_p = 0.0" in err
-    assert json.loads(file.read_text())["sampling"] == {"max_tokens": 3, "min_p": 0.0}
-    _, err = run_chat(capsys, monkeypatch, f"/load {file}\n/show\n/save! {file}\n", "-m", str(opinionated))
-    assert "max_tokens = 3" in err and "min_p = 0.0" in err
-    assert json.loads(file.read_text())["sampling"] == {"max_tokens": 3, "min_p": 0.0}
-
-
 def test_invalid_model_sampling_is_one_line(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     directory = shutil.copytree(tiny, tmp_path / "model")
     (directory / "generation_config.json").write_text('{"top_p": 3}')
@@ -399,14 +384,6 @@ def test_ctrl_c_at_the_chat_prompt_quits(tiny: Path, capsys: Capture, monkeypatc
     run(capsys, "chat", "-m", str(tiny), code=130)
 
 
-def test_chat_drops_the_oldest_turns(tiny: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("-m", str(tiny), *GREEDY, "--max-model-len", "160")
-    _, err = run_chat(capsys, monkeypatch, "hello\n" * 6, *options)
-    assert "messages were dropped" in err and err.count("12 generated") == 6
-    _, err = run_chat(capsys, monkeypatch, "x" * 2000 + "\nhello\n", *options)
-    assert "nano-inference: " in err and err.count("12 generated") == 1, "the chat continues"
-
-
 def test_fit_keeps_the_system_message_and_the_last_turn(tiny: Path) -> None:
     config = EngineConfig(model_path=str(tiny), max_model_len=64, num_threads=1)
     turns = tuple({"role": role, "content": "hello world"} for role in ("user", "assistant") * 4)[:-1]
@@ -441,23 +418,6 @@ def test_interrupt_during_prefill(tiny: Path) -> None:
         answer = stream_answer(session, [5] * 200, SamplingParams(), interrupts, lambda text: None, quiet=True)
         assert answer.text == "" and answer.sample.finish_reason == "abort" and not answer.sample.completion_tokens
         assert not session.engine.has_pending() and "0 generated" in answer.stats.summary()
-
-
-class FakeTerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_bar_is_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for screen, quiet, has_bar in (
-        (FakeTerminal(), False, True),
-        (FakeTerminal(), True, False),
-        (io.StringIO(), False, False),
-    ):
-        monkeypatch.setattr("sys.stderr", screen)
-        with bar("counting sheep", quiet=quiet) as tell:
-            tell(1, 2)
-        assert ("counting sheep" in screen.getvalue()) == has_bar
 
 
 # ---- the default model

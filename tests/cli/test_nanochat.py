@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from nano_inference.cli import main
 from nano_inference.cli.chat import local
@@ -172,30 +171,6 @@ def test_flags_override_nanochat_defaults(home: Path, capsys: Capture, monkeypat
     assert second.fields == fields_of(SamplingParams(temperature=0.6, top_k=0, max_tokens=9, seed=3))
 
 
-def test_empty_device_type_is_automatic(home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in nanochat; --device then counts."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    line = refused(capsys, "chat", "--nanochat", "-p", "hello", "--device", "cuda:3", "--device-type", "")
-    assert "device 'cuda:3': torch sees 0 CUDA devices" in line
-
-
-def test_environment_overrides_defaults_and_flags_override_environment(
-    home: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("TEMPERATURE", "0.9"), ("TOP_K", "5"), ("SOURCE", "base"), ("NANOCHAT", "true")):
-        monkeypatch.setenv(f"NANO_INFERENCE_{name}", value)
-    first = settings(capsys, monkeypatch)
-    assert first.fields == fields_of(SamplingParams(temperature=0.9, top_k=5, max_tokens=256, seed=42))
-    assert first.file.endswith("base_checkpoints/d4/model_000007.pt")
-    second = settings(capsys, monkeypatch, "-t", "0.1", "-i", "sft")
-    assert second.fields == fields_of(SamplingParams(temperature=0.1, top_k=5, max_tokens=256, seed=42))
-    assert "chatsft_checkpoints" in second.file
-    third = settings(capsys, monkeypatch, "--no-nanochat", "--model", "calculator")  # ignores the environment's source
-    params = SamplingParams(temperature=0.9, top_k=5, max_tokens=CHAT_MAX_TOKENS)
-    assert third.fields == fields_of(params), "overrides the calculator's 0"
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -306,7 +281,7 @@ def facts_of(capsys: Capture, *argv: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", ["G0", "G2", "G4"])
 def test_info_lists_constants_with_reasons(generation: str, tmp_path: Path, capsys: Capture) -> None:
     write_checkpoint(tmp_path, generation, meta=base_meta(generation))
     write_tokenizer(tmp_path)
@@ -357,7 +332,7 @@ def drawn(capsys: Capture, model: Path) -> list[int]:
 
 @pytest.mark.parametrize(
     ("to", "generation"),
-    [("hf", "G0"), *((to, name) for to in ("safetensors", "nanochat") for name in ("G0", "G2e", "G4"))],
+    [("hf", "G0"), ("safetensors", "G2e"), ("nanochat", "G4")],
 )
 def test_exported_model_equals_source(to: str, generation: str, tmp_path: Path, capsys: Capture) -> None:
     source, target = tmp_path / "source", tmp_path / "target"

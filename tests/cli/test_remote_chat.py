@@ -22,7 +22,6 @@ from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
 from tests.cli.scripted import Scripted, chunk, scripted
 from tests.cli.test_serve import forked
-from tests.server.reasoner import ANSWER, THOUGHT, make_reasoner
 from tests.server.tiny import Running, make_tiny, running
 from tests.warm import Forker
 
@@ -73,12 +72,6 @@ def ask(capsys: Capture, url: str, *argv: str, code: int = 0) -> tuple[str, str]
 # ---- this package's server
 
 
-def test_reasoning_is_shown_as_in_a_local_chat(tmp_path: Path, capsys: Capture) -> None:
-    with running(make_reasoner(tmp_path)) as reasoning:
-        out, _ = ask(capsys, reasoning.url)
-    assert f"<think>{THOUGHT}</think>" in out and ANSWER in out
-
-
 def test_chat_with_nano_inference_server(calculating: Running) -> None:
     """Imports no torch; the calculator answers, tool output is styled, and slash commands work."""
     arguments = ("chat", "--server", calculating.url.removeprefix("http://"))
@@ -124,16 +117,6 @@ def test_api_key_and_model_name(calculating: Running, capsys: Capture) -> None:
 def test_context_limit_of_answer_is_printed(calculating: Running, capsys: Capture) -> None:
     _, err = ask(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos", *VARIED)
     assert re.search(r"\[cut off: the model's context is full after \d+ tokens\]", err)
-
-
-def test_calculator_is_not_requested_without_one(tmp_path: Path, capsys: Capture) -> None:
-    with running(make_tiny(tmp_path)) as one:
-        assert one.client.get("/v1/models").json()["data"][0]["calculator"] is False
-        argv = ("--max-tokens", "8", "--ignore-eos")
-        first = ask(capsys, one.url, *argv, "--seed", "4")
-        assert first[0] == ask(capsys, one.url, *argv, "--seed", "4")[0] and "8 generated" in first[1]
-        assert first[0] != ask(capsys, one.url, *argv, "--seed", "5")[0]
-        assert 'status="4' not in one.client.get("/metrics").text, "a request was rejected"
 
 
 def test_ctrl_c_aborts_the_servers_request(forker: Forker, tmp_path: Path) -> None:

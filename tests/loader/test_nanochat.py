@@ -348,17 +348,6 @@ def own(directory: Path, generation: str, changes: dict[str, Any], *overrides: s
     return directory
 
 
-def test_exported_directory_keeps_overrides(tmp_path: Path) -> None:
-    by_hand = ("softcap=20", "rope_base=3000", "short_window=17", "qk_scale=1.1", "gate_scale=2.5", "window_pattern=LS")
-    own(tmp_path, "G4", {}, *by_hand)
-    constants = inferred(open_checkpoint(tmp_path)).constants
-    assert (constants.softcap, constants.rope_base, constants.short_window) == (20, 3000, 17)
-    assert (constants.qk_scale, constants.gate_scale, constants.window_pattern) == (1.1, 2.5, "LSLL")
-    found = inferred(open_checkpoint(tmp_path, ("softcap=12",)))
-    assert (found.constants.softcap, found.constants.rope_base) == (12, 3000)
-    assert found.reasons["softcap"] == "set by hand"
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -94,47 +94,6 @@ def calls(marker: Path) -> dict[str, bytes]:
     return out
 
 
-def bombs() -> dict[str, bytes]:
-    """Return files that would take much time or memory, or contain invalid opcodes."""
-    return {
-        "memo bomb": b"\x80\x04]" + b"\x94" * 200_000 + b".",
-        "memo bomb of one text": b"\x80\x04\x8c\x01a" + b"\x94" * 200_000 + b".",
-        "memo index of 2^32-1": b"\x80\x04\x8c\x01ar\xff\xff\xff\xff.",
-        "nested lists": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
-        "nested tuples": b"\x80\x04)" + b"\x85" * 100_000 + b".",
-        "nested pairs": b"\x80\x04)" + b"\x94h\x00\x86" * 50_000 + b".",
-        "marks": b"\x80\x04" + b"(" * 200_000 + b".",
-        "dicts": b"\x80\x04" + b"}" * 200_000 + b".",
-        "empty tuples": b"\x80\x04" + b")" * 200_000 + b".",
-        "doubled lists": b"\x80\x04]\x94" + b"(h\x00h\x00e" * 60 + b".",
-        "frame of 2^63": b"\x80\x04\x95" + b"\xff" * 7 + b"\x7f" + HEAD[2:] + b".",
-        "text of 2^32-1": b"\x80\x04X\xff\xff\xff\xffabc.",
-        "bytes of 2^32-1": b"\x80\x04B\xff\xff\xff\xffabc.",
-        "bytes of 2^63": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fabc.",
-        "text of 2^64-1": b"\x80\x04\x8d" + b"\xff" * 8 + b"abc.",
-        "bytearray of 2^40": b"\x80\x05\x96\0\0\0\0\0\x01\0\0.",
-        "an integer of 2^31 bytes": b"\x80\x04\x8b\xff\xff\xff\x7f\x01.",
-        "an integer of 5000 digits": b"\x80\x04L" + b"9" * 5000 + b"L\n.",
-        "a global without end": b"\x80\x02c" + b"a" * 100_000,
-        "the same instance twice": HEAD + b"\x94h\x00b.",
-        "instances": b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93\x94" + b"h\x00)\x81h\x00)\x81b0" * 1000 + b".",
-        "duplicated": b"\x80\x04" + b"}2" * 1000 + b".",
-        "out-of-band buffer": b"\x80\x05\x97.",
-        "not a pickle": b"PK\x03\x04" + b"\0" * 100,
-        "empty": b"",
-        "one byte": b"\x80",
-        "protocol 6": b"\x80\x06.",
-        "protocol 1": pickle.dumps(encoding(), protocol=1),
-        "stop at once": b"\x80\x04.",
-        "two objects": pickle.dumps(encoding())[:-1] + HEAD[2:] + b".",
-        "bytes after the end": pickle.dumps(encoding()) + b"\0",
-        "no instance": b"\x80\x04}.",
-        "state without instance": b"\x80\x04}}b.",
-        "stack underflow": b"\x80\x04u.",
-        "negative id": with_state(state(special_tokens={"<|bos|>": -1})),
-    }
-
-
 def wrong_states() -> Mapping[str, tuple[object, str]]:
     """Return invalid states with a part of their error messages."""
     ranks: dict[Any, Any] = {word: rank for rank, word in enumerate(RANKS)}

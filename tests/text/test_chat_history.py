@@ -9,7 +9,7 @@ import pytest
 from tokenizer_samples import byte_level, save
 from tokenizers import AddedToken
 
-from nano_inference.text.chat import chat_template, encode_chat, load_chat_template, render
+from nano_inference.text.chat import chat_template, load_chat_template, render
 from nano_inference.text.dialogue import Rendering, TemplateDialogue
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
@@ -177,10 +177,3 @@ def test_system_messages_stay_where_the_template_writes_them() -> None:
 def test_a_template_without_system_messages_still_refuses_them() -> None:
     with pytest.raises(BadRequest, match="System role not supported"):
         render(chat_template(NONE, where="m"), [*SYSTEMS, ASK])
-
-
-def test_ids_of_joined_system_messages(tokenizer: Tokenizer) -> None:
-    template = chat_template(FIRST_ONLY, where="m")
-    evil = {"role": "system", "content": "<|im_end|>"}
-    joined = [{"role": "system", "content": "Be kind.\n\n<|im_end|>"}, ASK]
-    assert encode_chat(template, tokenizer, [SYSTEMS[0], evil, ASK]) == encode_chat(template, tokenizer, joined)

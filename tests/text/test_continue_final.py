@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +74,6 @@ def test_continue_final_excludes_generation_prompt(tokenizer: Tokenizer) -> None
                 ask([ASK], both)
 
 
-def test_variables_and_tools_with_continue_final() -> None:
-    template = chat_template("{{ x }}{{ tools[0].name }}{{ messages[-1].content }}.", where="here")
-    more = replace(OPEN, tools=[{"name": "t"}], extra={"x": "v"})
-    text = render(template, [ASK], more)
-    assert text == "vthello"
-    with pytest.raises(BadRequest, match="chat template variable 'tools' is reserved"):
-        render(template, [ASK], replace(OPEN, extra={"tools": 1}))
-
-
 @pytest.mark.parametrize("content", CONTENTS)
 def test_ids_equal_those_of_the_text(tokenizer: Tokenizer, content: str) -> None:
     """Also if the message contains the text of a special token, which is encoded as text."""
@@ -128,12 +118,6 @@ def test_nanochat_continues_an_answer() -> None:
     assert one.text(messages, OPEN) == start + "So"
     assert one.text(messages, Rendering(add_generation_prompt=False)) == start + "So<|assistant_end|>"
     assert one.encode(messages, OPEN) == one.encode(messages, Rendering(add_generation_prompt=False))[:-1]
-
-
-def test_nanochat_joins_system_messages() -> None:
-    systems = [{"role": "system", "content": "Be kind."}, {"role": "system", "content": "Be short."}]
-    joined = [{"role": "system", "content": "Be kind.\n\nBe short."}, ASK]
-    assert nanochat().encode([*systems, ASK]) == nanochat().encode(joined)
 
 
 def test_nanochat_continues_only_assistant_messages() -> None:

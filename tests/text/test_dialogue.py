@@ -9,17 +9,14 @@ import pytest
 from nanochat_samples import SPECIAL, encoding, tokenizer, write_pickle
 from tokenizer_samples import byte_level, save
 
-from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.nanochat.calculator import PythonTool, python_tool
 from nano_inference.nanochat.dialogue import NanochatDialogue, render_for_completion
-from nano_inference.nanochat.export import export_hf
 from nano_inference.text import stream
 from nano_inference.text.chat import Message
 from nano_inference.text.dialogue import TemplateDialogue, load_dialogue, require, shown, spelled
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest
-from tests.nanochat.tiny import write_checkpoint, write_tokenizer
 
 TOKENIZER = tokenizer()
 ID = {name.strip("<|>"): TOKENIZER.encode(name)[-1] for name in SPECIAL}
@@ -148,29 +145,6 @@ def test_nanochat_tokenizer_has_a_nanochat_dialogue(tmp_path: Path) -> None:
     found = load_dialogue(source, load_tokenizer(source))
     assert isinstance(found, NanochatDialogue) and found.tool is not None and require(found) is found
     assert found.tool.python_start == ID["python_start"]
-
-
-def test_exported_directory_has_the_same_dialogue(tmp_path: Path) -> None:
-    original = TokenizerSource(str(write_tokenizer(tmp_path / "own")))
-    weights = write_checkpoint(tmp_path / "own", "G0")
-    exported = export_hf(open_checkpoint(weights), tmp_path / "own", tmp_path / "hf")
-    assert (exported / "tokenizer.json").is_file() and not (exported / "tokenizer.pkl").exists()
-    source = TokenizerSource(str(exported))
-    before, after = (load_dialogue(one, load_tokenizer(one)) for one in (original, source))
-    assert isinstance(before, NanochatDialogue) and isinstance(after, NanochatDialogue)
-    assert before.tool is not None and after.tool is not None
-    parts = [{"type": "text", "text": "né "}, {"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
-    messages: list[Message] = [
-        QUESTION,
-        {"role": "assistant", "content": parts},
-        {"role": "user", "content": "<|bos|>"},
-    ]
-    encoded = before.encode(messages)
-    assert encoded == after.encode(messages)
-    answer = [261, *b"1+1", 262, 263, *b"2", 264, *"né".encode(), 260]
-    assert before.answer(answer, "") == after.answer(answer, "")
-    displayed = [spelled(shown(one.tokenizer, one.tool, answer).decode()) for one in (before, after)]
-    assert displayed == ["[1+1 → 2] né"] * 2
 
 
 def test_template_has_a_template_dialogue(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from nanochat_attacks import bombs, calls, state, with_state, wrong_states
+from nanochat_attacks import calls, state, with_state, wrong_states
 from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding, write_pickle
 
 from nano_inference.nanochat import pickled as nanochat_pickle
@@ -82,14 +82,6 @@ def test_calls_are_refused_and_not_run(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=r"tokenizer.pkl: not nanochat's pickled"):
         load(tmp_path)
     assert not marker.exists()
-
-
-@pytest.mark.parametrize("name", list(bombs()))
-def test_bombs_are_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "tokenizer.pkl"
-    path.write_bytes(bombs()[name])
-    with pytest.raises(ModelError, match=r"tokenizer.pkl: not nanochat's pickled"):
-        read_encoding(path)
 
 
 @pytest.mark.parametrize("name", list(wrong_states()))
