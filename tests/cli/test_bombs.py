@@ -15,6 +15,8 @@ from tests.cli.test_serve import forked
 from tests.server.tiny import make_tiny
 from tests.warm import Forker
 
+pytestmark = pytest.mark.slow
+
 GUARD_S = 120
 """Time limit of a process in seconds."""
 BOMB = (

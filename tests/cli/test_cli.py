@@ -25,6 +25,8 @@ from nano_inference.loading.catalog import WHEELS
 from nano_inference.types import EngineDead
 from tests.models.families import make_model
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--ignore-eos"]
 

@@ -15,6 +15,8 @@ from nano_inference.cli import main, shells
 from nano_inference.cli.app import build_app
 from nano_inference.loading.catalog import WHEELS
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 HUB = ("org/plain", "org/planets", "other/it's $(touch pwned) a;b")
 _ASK = r"""

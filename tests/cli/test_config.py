@@ -17,6 +17,8 @@ from nano_inference.cli import main
 from nano_inference.cli.app import build_app
 from nano_inference.cli.arguments import NOT_IN_FILES, options_of, variable_of, walk_commands
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
 NANOCHAT, RL = {"NANOCHAT": "1"}, {"ENABLE_RL": "1"}

@@ -21,6 +21,8 @@ from nano_inference.types import SamplingParams
 from tests.cli.screen import terminal
 from tests.warm import Forker
 
+pytestmark = pytest.mark.slow
+
 WIDE = 160
 VARIED = ("-t", "2", "--top-p", "1", "--min-p", "0")  # an answer that repeats itself would end
 ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos", *VARIED)

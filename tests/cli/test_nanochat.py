@@ -22,6 +22,8 @@ from nano_inference.types import SamplingParams
 from tests.nanochat.tiny import SPECIAL_IDS, base_meta, state_dict, write_checkpoint, write_tokenizer
 from tests.nanochat.tiny import model_config as tiny_config
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 TOOL_IDS = [SPECIAL_IDS[name] for name in ("python_start", "python_end", "output_start", "output_end")]
 BOS, USER, USER_END, ASSISTANT, END = range(256, 261)

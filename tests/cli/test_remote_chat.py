@@ -25,6 +25,8 @@ from tests.cli.test_serve import forked
 from tests.server.tiny import Running, make_tiny, running
 from tests.warm import Forker
 
+pytestmark = pytest.mark.slow
+
 CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 WIDE = 160
 KEY = "a-key-of-the-test"

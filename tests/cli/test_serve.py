@@ -18,6 +18,8 @@ import pytest
 from tests.server.tiny import events_in, make_tiny
 from tests.warm import Forked, Forker
 
+pytestmark = pytest.mark.slow
+
 LONG = {"prompt": "continue", "max_tokens": 480, "ignore_eos": True, "seed": 1, "stream": True}
 ENDLESS = {**LONG, "max_tokens": 30_000}
 """Longer than any test."""

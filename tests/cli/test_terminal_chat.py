@@ -15,6 +15,8 @@ from tests.cli.screen import Terminal, terminal
 from tests.cli.scripted import Scripted, scripted
 from tests.warm import Forker
 
+pytestmark = pytest.mark.slow
+
 WIDE = 120
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 5}}
 

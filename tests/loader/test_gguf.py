@@ -33,6 +33,8 @@ from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError
 
+pytestmark = pytest.mark.slow
+
 
 def can_dequantise(kind: Kind) -> bool:
     """Return whether the gguf package dequantises a kind of block."""

@@ -30,6 +30,8 @@ from tests.nanochat.tiny import (
     write_tokenizer,
 )
 
+pytestmark = pytest.mark.slow
+
 IDS = [256, 257, *range(40, 70), 258, 259]
 
 

@@ -35,6 +35,8 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError
 from tests.nanochat.tiny import GENERATIONS, PATTERN, SPECIALS, model_config, state_dict, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 TEXTS = (
     "the quick brown fox jumps over the lazy dog 12345 hello world, it's don't we'll they've 1999 2026\n",
     "def main(args):\n    return [x ** 2 for x in range(10)]\n\n\nclass A:\n\tpass\n",

@@ -25,6 +25,8 @@ from nano_inference.loading.checkpoint import open_checkpoint
 from tests.models.families import FAMILIES, gap, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 IDS = [5, 9, 30, 2, 44, 17, 80, 3, 71, 12, *range(20, 60)]
 SOME = ("llama3-rope-ratio3-tied", "llama-linear-rope-biases", "gemma2")

@@ -15,6 +15,8 @@ from nano_inference.executors.cpu.compile import compile_library, find_compiler
 from nano_inference.loading.downloads import pip_download
 from nano_inference.support.processes import PYTHON, environment, find_program, run
 
+pytestmark = pytest.mark.slow
+
 MODULES = (
     *("argparse", "ast", "base64", "configparser", "contextlib", "copy", "csv", "ctypes", "dataclasses", "datetime"),
     *("email", "enum", "getpass", "glob", "gzip", "hashlib", "html", "http", "inspect", "json", "locale", "logging"),

@@ -46,6 +46,8 @@ from tests.security.model_seeds import (
 from tests.security.mutants import NUMBERS, lay_out, mutant, seeds
 from tests.security.opening import attempt
 
+pytestmark = pytest.mark.slow
+
 NUM_MUTANTS = 40
 
 

@@ -35,6 +35,8 @@ from tests.security.model_seeds import (
     tokenizer_json,
 )
 
+pytestmark = pytest.mark.slow
+
 EVIL = "modeling_evil_for_tests"
 """The name of the Python file that a model brings."""
 AUTO_MAP = {

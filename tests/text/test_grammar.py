@@ -28,6 +28,8 @@ from tests.server.tiny import make_tiny
 
 pytest.importorskip("llguidance")
 
+pytestmark = pytest.mark.slow
+
 TINY_VOCAB, TINY_EOS = 260, 257
 PADDED = 7
 SCHEMA = {

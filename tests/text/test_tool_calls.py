@@ -31,6 +31,8 @@ from nano_inference.text.tool_json import MAX_DEPTH, JsonState, as_object, step
 from nano_inference.types import BadRequest
 from tests.lines import counted_lines
 
+pytestmark = pytest.mark.slow
+
 FORMATS = [HERMES, LLAMA, MISTRAL, FIREFUNCTION]
 NAMES = ("f", "get_weather", "g.h-1")
 F = '{"name": "f", "arguments": {"a": 1}}'
