@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import gguf_bytes, make_model, save
 
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.gguf_file import read_gguf
 from nano_inference.loading.safetensors_file import read_header
 from nano_inference.types import BadRequest, ModelError
+from tests.loader.tiny_models import gguf_bytes, make_model, save
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,14 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from tiny_models import (
+
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.gguf_file import GgufTensor, read_gguf
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.rope import frequencies
+from nano_inference.types import ModelError
+from tests.loader.tiny_models import (
     GGUF_ARCHITECTURES,
     HALVES,
     finish,
@@ -25,13 +32,6 @@ from tiny_models import (
     weights_of,
     write_gguf,
 )
-
-from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loading.gguf import PackedTensor
-from nano_inference.loading.gguf_file import GgufTensor, read_gguf
-from nano_inference.models.config import ModelConfig
-from nano_inference.models.rope import frequencies
-from nano_inference.types import ModelError
 
 pytestmark = pytest.mark.slow
 

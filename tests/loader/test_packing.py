@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from tiny_models import converted, finish, random_blocks, read_all, write_metadata
 
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
@@ -22,6 +21,7 @@ from nano_inference.executors.cpu.library import BF16, F16, F32, INT8
 from nano_inference.executors.cpu.matrix import GGML
 from nano_inference.executors.opening import load_kernel_model
 from nano_inference.loading.checkpoint import open_checkpoint
+from tests.loader.tiny_models import converted, finish, random_blocks, read_all, write_metadata
 from tests.models.families import FAMILIES, gap, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizer_samples import byte_level, save, sentencepiece_like
 from tokenizers import AddedToken
+
+from tests.text.tokenizer_samples import byte_level, save, sentencepiece_like
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanochat_samples import tokenizer as nanochat_tokenizer
 
 from nano_inference.text.stops import MAX_TOKENS, BadWords, Both, bad_words_matcher
 from nano_inference.types import BadRequest, StopReason
+from tests.nanochat.samples import tokenizer as nanochat_tokenizer
 
 TOKENIZER = nanochat_tokenizer()
 

@@ -13,8 +13,6 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_chat import CHATML
-from tokenizer_samples import byte_level, save
 from tokenizers import decoders, models, pre_tokenizers
 
 from nano_inference import InferenceEngine, Rollout, SamplingParams, run_rollouts
@@ -30,6 +28,8 @@ from nano_inference.text.chat import (
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from tests.sim.fakes import fake_config, fake_parts, reference
+from tests.text.test_chat import CHATML
+from tests.text.tokenizer_samples import byte_level, save
 
 # Each template treats earlier turns as its model family does.
 THINKING = """{%- set ns = namespace(last=-1) %}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_samples import byte_level, save
 from tokenizers import AddedToken
 
 from nano_inference.text.chat import chat_template, load_chat_template, render
@@ -14,6 +13,7 @@ from nano_inference.text.dialogue import Rendering, TemplateDialogue
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest
+from tests.text.tokenizer_samples import byte_level, save
 
 THINKS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set content = m.content %}"

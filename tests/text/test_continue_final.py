@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nanochat_samples import tokenizer as nanochat_tokenizer
 
 from nano_inference.nanochat.calculator import python_tool
 from nano_inference.nanochat.dialogue import NanochatDialogue
@@ -15,6 +14,7 @@ from nano_inference.text.dialogue import ANSWER, Rendering, TemplateDialogue
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest
+from tests.nanochat.samples import tokenizer as nanochat_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

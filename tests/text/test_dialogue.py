@@ -6,8 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from nanochat_samples import SPECIAL, encoding, tokenizer, write_pickle
-from tokenizer_samples import byte_level, save
 
 from nano_inference.nanochat.calculator import PythonTool, python_tool
 from nano_inference.nanochat.dialogue import NanochatDialogue, render_for_completion
@@ -17,6 +15,8 @@ from nano_inference.text.dialogue import TemplateDialogue, load_dialogue, requir
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest
+from tests.nanochat.samples import SPECIAL, encoding, tokenizer, write_pickle
+from tests.text.tokenizer_samples import byte_level, save
 
 TOKENIZER = tokenizer()
 ID = {name.strip("<|>"): TOKENIZER.encode(name)[-1] for name in SPECIAL}

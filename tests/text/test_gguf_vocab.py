@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from tokenizer_samples import ODD, SPECIALS, byte_level, sentencepiece_like
 from tokenizers import Tokenizer as CoreTokenizer
 
 from nano_inference.text.gguf_vocab import PRE_TOKENIZERS, gguf_tokenizer
 from nano_inference.types import BadRequest, ModelError
+from tests.text.tokenizer_samples import ODD, SPECIALS, byte_level, sentencepiece_like
 
 
 def pieces_of(core: CoreTokenizer) -> tuple[str, ...]:

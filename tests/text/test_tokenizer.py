@@ -12,12 +12,12 @@ import tiktoken
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_samples import ODD, byte_level, save
 
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tiktoken_file import LLAMA3_WORDS
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
+from tests.text.tokenizer_samples import ODD, byte_level, save
 
 transformers = pytest.importorskip("transformers")
 

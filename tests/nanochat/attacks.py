@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding
+from tests.nanochat.samples import PATTERN, RANKS, SPECIAL, encoding
 
 HEAD = b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93)\x81"
 """Opcodes of protocol 4 for an empty instance."""

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanochat_samples import SPECIAL, tokenizer
-from tokenizer_samples import byte_level
 
 from nano_inference.nanochat.dialogue import (
     CHAT_TEMPLATE,
@@ -23,6 +21,8 @@ from nano_inference.text.chat import ChatTemplate, chat_template, encode_chat
 from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.kinds import Rendering
 from nano_inference.types import BadRequest
+from tests.nanochat.samples import SPECIAL, tokenizer
+from tests.text.tokenizer_samples import byte_level
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanochat_samples import SPECIAL, tokenizer
-from tokenizer_samples import byte_level
 
 from nano_inference.core.appending import advance
 from nano_inference.core.sequence import start_sequences
@@ -14,6 +12,8 @@ from nano_inference.nanochat.calculator import PythonTool, calculate, python_too
 from nano_inference.text.fast import fast_tokenizer
 from nano_inference.text.tool_format import special_tokens
 from nano_inference.types import EngineRequest, SamplingParams, TokenProgram
+from tests.nanochat.samples import SPECIAL, tokenizer
+from tests.text.tokenizer_samples import byte_level
 
 ID = {text.strip("<|>"): tokenizer().encode(text, add_special=False)[0] for text in SPECIAL}
 START, END = ID["python_start"], ID["python_end"]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import tiktoken
-from nanochat_attacks import calls, state, with_state, wrong_states
-from nanochat_samples import PATTERN, RANKS, SPECIAL, encoding, write_pickle
 
 from nano_inference.nanochat import pickled as nanochat_pickle
 from nano_inference.nanochat.pickled import read_encoding, read_fields
@@ -18,6 +16,8 @@ from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
 from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import ModelError
+from tests.nanochat.attacks import calls, state, with_state, wrong_states
+from tests.nanochat.samples import PATTERN, RANKS, SPECIAL, encoding, write_pickle
 
 
 def load(directory: Path) -> TiktokenTokenizer:
