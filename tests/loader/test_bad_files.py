@@ -40,7 +40,7 @@ def is_rejected(path: Path, read: Callable[[Path], Any]) -> bool:
 def test_truncated_safetensors_is_rejected(directory: Path, tmp_path: Path) -> None:
     data = (directory / "model.safetensors").read_bytes()
     path = tmp_path / "x.safetensors"
-    for cut in sorted({*range(0, len(data), 17), 0, 1, 7, 8, 9, len(data) - 1}):
+    for cut in sorted({*range(0, len(data), 501), 0, 1, 7, 8, 9, len(data) - 1}):
         path.write_bytes(data[:cut])
         assert is_rejected(path, read_header), cut
     path.write_bytes(data + b"\0")
