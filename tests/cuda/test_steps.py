@@ -83,7 +83,9 @@ class Outside(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("params", "num_copies"), [(PARAMS[0], 0), (PARAMS[2], 2), (RAW, 1)])
+@pytest.mark.parametrize(
+    ("params", "num_copies"), [(PARAMS[0], 0), (PARAMS[2], 2), pytest.param(RAW, 1, marks=pytest.mark.nightly)]
+)
 def test_between_steps_torch_only_copies_what_few_requests_want(
     params: SamplingParams, num_copies: int, tiny: Path
 ) -> None:
@@ -170,7 +172,7 @@ def bits(sample: Any) -> tuple[Any, ...]:
     return sample.completion_tokens, sample.logprobs, sample.top_logprobs, sample.raw_logprobs
 
 
-@pytest.mark.parametrize("name", ["gemma2", "G4"])
+@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.nightly), "G4"])
 def test_deterministic_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     write_model(name, tmp_path)
     prompts = [[*range(40)], [7, 8], [*range(3, 20)], [3, 2, 1]] * 3

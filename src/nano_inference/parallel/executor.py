@@ -57,6 +57,10 @@ class ShardedExecutor(Executor):
         return self._leader.failure
 
     @property
+    def num_ranks(self) -> int:
+        return self._leader.links.size
+
+    @property
     def bytes_sent(self) -> int:
         """Return the bytes of all commands so far."""
         return self._leader.links.commands.bytes_sent

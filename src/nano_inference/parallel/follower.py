@@ -94,6 +94,7 @@ class Follower:
                 gate.end_step()
 
     def _execute(self, command: str, number: int, argument: Any = None) -> None:
+        """Execute a command between two steps."""
         model = self._models[number]
         executor, commands = model.executor, self.links.commands
         match command:
@@ -125,6 +126,7 @@ class Follower:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _receive_weights(self) -> None:
+        """Receive updates until the links are closed."""
         weights = self.links.weights
         try:
             while True:

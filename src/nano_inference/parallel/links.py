@@ -202,6 +202,7 @@ def trainer_links(size: int, device: torch.device) -> Links:
 
 
 def _links(groups: list[Any], rank: int, size: int, wait: timedelta, *, is_registered: bool) -> Links:
+    """Return the links through three torch process groups, in the order of the fields."""
     commands, weights, data = groups
     return Links(
         Group(commands, rank, size, wait, is_registered=is_registered),

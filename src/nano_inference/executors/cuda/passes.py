@@ -118,6 +118,8 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
+    """Adjacent tokens of a row."""
+
     row: PassRow
     first: int
     num_tokens: int
@@ -166,6 +168,7 @@ def build_pass(
 
 
 def _pieces(rows: Sequence[PassRow], most: int | None) -> Iterator[_Piece]:
+    """Divide rows into pieces of at most `most` tokens."""
     for row in rows:
         size = len(row.tokens) if most is None else most
         for first in range(0, len(row.tokens), size):
