@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from itertools import count
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from nano_inference.executors.batch import Rows
 from nano_inference.executors.protocol import Cache, CacheSize, Executor
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.parallel.leader import Leader
-from nano_inference.parallel.messages import RowCoder
 from nano_inference.parallel.staged import ShardedWeights, Whole
 
 Result = TypeVar("Result")
@@ -43,7 +41,6 @@ class ShardedExecutor(Executor):
         self.lookahead, self.steps_share_processors = own.lookahead, own.steps_share_processors
         self._own, self._whole, self._leader = own, whole, leader
         self._number, self._numbers = number, count(1) if numbers is None else numbers
-        self._rows = RowCoder()
         self._end = weakref.finalize(self, leader.close) if number == 0 else None
         self.weights = ShardedWeights(own, whole, leader, number)
         self.cache = ShardedCache(own.cache, leader, number, is_shared=own.device.type == "cpu")
@@ -55,10 +52,6 @@ class ShardedExecutor(Executor):
     @property
     def failure(self) -> BaseException | None:
         return self._leader.failure
-
-    @property
-    def num_ranks(self) -> int:
-        return self._leader.links.size
 
     @property
     def bytes_sent(self) -> int:
@@ -75,7 +68,7 @@ class ShardedExecutor(Executor):
         return self._leader.step(
             "run",
             self._number,
-            lambda: [self._rows.written(rows), copies, fresh],
+            lambda: [rows, copies, fresh],
             lambda: self._own.run(rows, copies, fresh),
         )
 
@@ -123,7 +116,7 @@ class ShardedCache:
         return int(found.min()) // (self._leader.links.size if self._is_shared else 1)
 
     def allocate(self, size: CacheSize) -> None:
-        self._ask("allocate", lambda: self._own.allocate(size), asdict(size))
+        self._ask("allocate", lambda: self._own.allocate(size), size)
 
     def free(self) -> None:
         self._ask("free", self._own.free)

@@ -33,7 +33,6 @@ def fingerprint(config: ModelConfig, sources: Mapping[str, WeightSource]) -> str
 
 
 def _sample(source: WeightSource) -> Iterator[bytes]:
-    """Yield the sampled bytes of a tensor as it is stored."""
     if isinstance(source, TensorSource):
         flat = source.tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start, stop in _spans(len(flat)):

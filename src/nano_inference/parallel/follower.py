@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from nano_inference.core.step import BlockCopy
-from nano_inference.executors.protocol import CacheSize, Executor, Staged
+from nano_inference.executors.batch import Rows
+from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.executors.staging import NotFinite
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.parallel.links import Group, Links
-from nano_inference.parallel.messages import RowCoder
 from nano_inference.parallel.shard import Shard, shard
-from nano_inference.parallel.staged import part_of, source_of
+from nano_inference.parallel.staged import Announced, part_of, source_of
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of
 
@@ -34,7 +34,6 @@ class _Model:
     """An executor of this rank, and the state of what rank 0 sends for it."""
 
     executor: Executor
-    rows: RowCoder = field(default_factory=RowCoder)
     staged: Staged | None = None  # the update that is being received
     fault: str = ""  # why this rank refuses it
     finished: Any = None  # the argument of `commit`
@@ -82,19 +81,17 @@ class Follower:
             self.links.close(is_receiving=self._is_fed)
             raise
 
-    def _run(self, model: _Model, rows: list[Any], copies: list[Any], fresh: list[int]) -> None:
-        step = (model.rows.read(rows), tuple(BlockCopy(*copy) for copy in copies), tuple(fresh))
+    def _run(self, model: _Model, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
         gate = model.gate
         if gate is not None:
             gate.begin_step()
         try:
-            model.executor.run(*step)
+            model.executor.run(rows, copies, fresh)
         finally:
             if gate is not None:
                 gate.end_step()
 
     def _execute(self, command: str, number: int, argument: Any = None) -> None:
-        """Execute a command between two steps."""
         model = self._models[number]
         executor, commands = model.executor, self.links.commands
         match command:
@@ -104,7 +101,7 @@ class Follower:
                 component: Any = executor if command == "step_bytes" else executor.cache
                 commands.gather(torch.tensor([getattr(component, command)(argument)]))
             case "allocate":
-                executor.cache.allocate(CacheSize(**argument))
+                executor.cache.allocate(argument)
             case "free" | "restore":
                 getattr(executor.cache, command)()
             case "drop_spare" | "discard":
@@ -126,7 +123,6 @@ class Follower:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def _receive_weights(self) -> None:
-        """Receive updates until the links are closed."""
         weights = self.links.weights
         try:
             while True:
@@ -182,9 +178,9 @@ class Follower:
             fault = _fault_of(lambda: fill(put))
             model.fault = model.fault or fault
 
-    def _receive(self, model: _Model, command: str, group: Group, about: Mapping[str, Any]) -> None:
+    def _receive(self, model: _Model, command: str, group: Group, about: Announced) -> None:
         """Receive this rank's part of a tensor, if it has one; stage it, or reply whether it equals the staged one."""
-        spec, is_same = self._specs.get(about["name"]), True
+        spec, is_same = self._specs.get(about.name), True
         if spec is not None:
             source = source_of(about, spec, self.part.cuts.get(spec.name), group)
             if command == "item":

@@ -75,8 +75,11 @@ class Leader:
                     faults = self.links.commands.exchange("")
                 except EngineDead as error:
                     raise self._fail(error) from error
-                except Exception as error:
-                    self._report(f"{type(error).__name__}: {error}")
+                except Exception as error:  # reported where the other ranks report theirs
+                    try:
+                        self.links.commands.exchange(f"{type(error).__name__}: {error}")
+                    except EngineDead as further:
+                        raise self._fail(further) from further
                     raise
                 for rank, fault in enumerate(faults):
                     if fault:
@@ -135,13 +138,6 @@ class Leader:
         self._last_command = time.monotonic()
         try:
             self.links.commands.broadcast(command, number, *arguments)
-        except EngineDead as error:
-            raise self._fail(error) from error
-
-    def _report(self, fault: str) -> None:
-        """Report this rank's exception where the others report theirs."""
-        try:
-            self.links.commands.exchange(fault)
         except EngineDead as error:
             raise self._fail(error) from error
 

@@ -5,7 +5,7 @@ Shapes: T ranks.
 
 from __future__ import annotations
 
-import json
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ JOIN_S = 60.0  # longest wait for the other ranks when the groups are formed
 WAIT = timedelta(seconds=600)
 """Longest wait of an operation for another rank that is alive; the loss of a process is seen at once."""
 _IDLE = timedelta(days=365)  # longest wait of a rank for the next update. Lost ranks are found by the commands.
-_FIRST_BYTES = 2048  # bytes of the broadcast with which a message starts; a longer message needs a second one
+_FIRST_BYTES = 8192  # bytes of the broadcast with which a message starts; a longer message needs a second one
 _HEADER = 8
 _TEXT_BYTES = 1024
 
@@ -78,8 +78,8 @@ class Group:
         return x
 
     def broadcast(self, *message: Any) -> None:
-        """Send values of JSON to all other ranks, which call `next_message`. Only on rank 0."""
-        text = json.dumps(message, separators=(",", ":")).encode()
+        """Send objects to all other ranks, which call `next_message`. Only on rank 0."""
+        text = pickle.dumps(message)
         data = len(text).to_bytes(_HEADER, "little") + text
         first = bytearray(data[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
         self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
@@ -87,7 +87,7 @@ class Group:
             self._broadcast(torch.frombuffer(bytearray(data[_FIRST_BYTES:]), dtype=torch.uint8))
         self.bytes_sent += max(len(data), _FIRST_BYTES)
 
-    def next_message(self) -> list[Any]:
+    def next_message(self) -> tuple[Any, ...]:
         """Return rank 0's next message."""
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         self._broadcast(first, self._idle)
@@ -98,7 +98,7 @@ class Group:
             rest = torch.empty(size - len(text), dtype=torch.uint8)
             self._broadcast(rest)
             text += bytes(rest.numpy().data)
-        message: list[Any] = json.loads(text)
+        message: tuple[Any, ...] = pickle.loads(text)
         return message
 
     def exchange(self, text: str) -> list[str]:
@@ -202,7 +202,6 @@ def trainer_links(size: int, device: torch.device) -> Links:
 
 
 def _links(groups: list[Any], rank: int, size: int, wait: timedelta, *, is_registered: bool) -> Links:
-    """Return the links through three torch process groups, in the order of the fields."""
     commands, weights, data = groups
     return Links(
         Group(commands, rank, size, wait, is_registered=is_registered),

@@ -108,7 +108,6 @@ def _fault(program: Program, size: int) -> str | None:
 
 
 def _widths(body: Sequence[Op], given: Mapping[str, int] = MappingProxyType({})) -> list[dict[str, int]]:
-    """Return the width of every buffer before each operation."""
     widths = dict(given)
     found: list[dict[str, int]] = []
     for op in body:
@@ -138,8 +137,6 @@ def vocabulary_part(vocab_size: int, rank: int, size: int) -> VocabularyPart:
 
 @dataclass
 class _Division:
-    """Divides the parts of a program for one rank."""
-
     rank: int
     size: int
     vocabulary: VocabularyPart

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -154,10 +154,8 @@ class ShardedStaged:
 
     def _send(self, command: str, name: str, source: WeightSource, group: Group) -> None:
         """Send each rank its part of a tensor, or the name of the file from which it reads its part."""
-        about: dict[str, Any] = {"name": name, "shape": source.shape, "dtype": source.dtype}
-        if isinstance(source, FileRange):
-            about |= {"path": str(source.path.absolute()), "offset": source.offset}
-        group.broadcast(command, self._number, about)
+        file = replace(source, path=source.path.absolute()) if isinstance(source, FileRange) else None
+        group.broadcast(command, self._number, Announced(name, source.dtype, file))
         for rank, specs in enumerate(self._whole.specs):
             if rank and name in specs and not isinstance(source, FileRange):
                 part = part_of(source, self._whole.shards[rank].cuts.get(name))
@@ -165,12 +163,19 @@ class ShardedStaged:
                 group.send(part.tensor.cpu(), rank)
 
 
-def source_of(about: Mapping[str, Any], spec: WeightSpec, cut: Cut | None, group: Group) -> WeightSource:
+class Announced(NamedTuple):
+    """A tensor of an update, as rank 0 announces it."""
+
+    name: str
+    dtype: str
+    file: FileRange | None  # None: rank 0 sends each rank its part
+
+
+def source_of(about: Announced, spec: WeightSpec, cut: Cut | None, group: Group) -> WeightSource:
     """Return this rank's part of a tensor that rank 0 sends or names."""
-    if "path" in about:
-        whole = FileRange(Path(about["path"]), about["offset"], tuple(about["shape"]), about["dtype"])
-        return part_of(whole, cut)
-    return TensorSource(group.receive(torch.empty(spec.shape, dtype=DTYPES[about["dtype"]]), 0))
+    if about.file is not None:
+        return part_of(about.file, cut)
+    return TensorSource(group.receive(torch.empty(spec.shape, dtype=DTYPES[about.dtype]), 0))
 
 
 def part_of(source: WeightSource, cut: Cut | None) -> WeightSource:

@@ -188,6 +188,5 @@ class ShardedVocabulary:
 
 
 def _keys(value_RV: Tensor) -> Tensor:
-    """Return int64 keys in [0, 2^32) in the order of float32 values."""
     bits_RV = (value_RV + 0.0).view(torch.int32).long()  # the sum has no -0
     return torch.where(bits_RV < 0, ~bits_RV, bits_RV + (1 << 31))
