@@ -147,7 +147,6 @@ def named_tokens(
 def _extras(
     rows: Sequence[Row], masks: Sequence[SamplingMask], model: _Kept | None, token_B: Tensor
 ) -> tuple[DrawExtras, ...]:
-    """Return the optional results of all rows; empty if no row requests any."""
     if not any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
         return ()
     raw_logprobs: dict[int, float] = {}
@@ -196,7 +195,6 @@ def _keep(
 
 
 def _choose(scaled_BV: Tensor, argmax_B: Tensor | None, rows: Sequence[Row], vocabulary: Vocabulary) -> Tensor:
-    """Return each row's token: at its uniform, or the best at temperature 0."""
     uniforms = [uniform(row.seed, row.sample_index, row.start + len(row.tokens)) for row in rows]
     uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=scaled_BV.device)
     token_B = vocabulary.invert_cdf(scaled_BV, uniform_B)

@@ -85,7 +85,6 @@ def run_step(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabul
 
 
 def _run_once(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabulary) -> dict[int, RowResult]:
-    """Run one forward pass; return a result for each row's id."""
     rows = in_step_order(rows)
     seen, places = drawn(rows)
     is_plain = all(row.score_from is None and row.pool_from is None for row in rows)

@@ -78,7 +78,6 @@ def _best_values(logits_V: Tensor, num_top: int, top_p: float) -> Tensor:
 
 
 def _mass(logits_V: Tensor, best: Tensor) -> Tensor:
-    """Return the sum of exp(logit - best) over the row, in float64."""
     return (logits_V.double() - best.double()).exp().sum()
 
 

@@ -82,6 +82,5 @@ def _weights(path: Path) -> Iterator[tuple[str, FileRange | Tensor]]:
 
 
 def _signature(directory: Path) -> dict[str, tuple[int, int, int]]:
-    """Return inode, size and modification time of each weight file."""
     stats = {file.name: file.stat() for file in weight_files(directory)}
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}

@@ -177,7 +177,6 @@ class Communicator:
 
 
 def _load(path: str) -> Mapping[str, Any]:
-    """Return the functions of libnccl. Raises `WeightError` if it cannot be loaded."""
     try:
         library = ctypes.CDLL(path)
         functions: dict[str, Any] = {name: getattr(library, name) for name in (*_FUNCTIONS, "ncclGetErrorString")}

@@ -100,7 +100,6 @@ class PlainGroup(Member):
             self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _receive_alone(self, spec: PlainSpec, own: Shapes) -> list[tuple[str, Tensor]]:
-        """Return a tensor that is broadcast by itself."""
         if not self._is_oversized:
             return receive_alone(self, spec)
         guesses = possible_specs(spec, own if self._is_last else {})

@@ -118,7 +118,6 @@ def _check_file(file: SharedFile) -> None:
 
 
 def _device(device: int | str) -> int:
-    """Return the number of a CUDA device, given by number or UUID."""
     count = torch.cuda.device_count()
     if isinstance(device, int):
         if not 0 <= device < count:

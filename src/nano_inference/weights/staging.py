@@ -124,7 +124,6 @@ def check_source(named: object) -> None:
 
 
 def _check_pair(item: object) -> None:
-    """Raise `WeightError` unless this is a pair."""
     if not isinstance(item, tuple) or len(item) != 2:
         raise WeightError(f"weights must be (name, tensor) pairs, got {type(item).__name__}")
 

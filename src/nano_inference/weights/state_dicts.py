@@ -54,7 +54,6 @@ def _receivers(group: Member, own: Shapes) -> Iterator[Receiver]:
 
 
 def _receive(group: Member, specs: list[PlainSpec]) -> list[tuple[str, Tensor]]:
-    """Return the tensors of one array."""
     dtype = DTYPES[specs[0].dtype]
     array = huge_empty((sum(math.prod(spec.shape) for spec in specs),), dtype, group.device)
     return unpacked(group.broadcast(array).view(torch.uint8), specs)

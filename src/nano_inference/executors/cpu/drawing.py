@@ -76,7 +76,6 @@ def is_plain(row: Row) -> bool:
 
 
 def _special(row: Row, vocab_size: int) -> Special:
-    """Return the options of a row's draw."""
     params, cut = row.params, truncation_of(row)
     output = Counter(row.history[row.num_prompt :])
     is_restricted = params.allowed_token_ids is not None or row.mask is not None or bool(row.banned)

@@ -86,11 +86,11 @@ class CpuExecutor(Executor):
         return self.library.isa
 
     def run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        return self._mode.run(lambda: self._run(rows, copies, fresh))
+        def work() -> Mapping[int, RowResult]:
+            self.store.prepare(fresh, copies)
+            return run_step(self, rows, self.sampler, self._vocabulary)
 
-    def _run(self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> Mapping[int, RowResult]:
-        self.store.prepare(fresh, copies)
-        return run_step(self, rows, self.sampler, self._vocabulary)
+        return self._mode.run(work)
 
     def recover(self) -> None:
         if self.cache.is_allocated:

@@ -186,7 +186,6 @@ def _end_threads(code: ctypes.CDLL, pool: int, owner: int) -> None:
 
 
 def _declare(code: ctypes.CDLL) -> None:
-    """Declare the functions' signatures to ctypes."""
     program, arrays = (POINTER(ProgramStruct), POINTER(StepStruct)), (c_void_p,) * 4
     signatures: dict[str, tuple[object, tuple[object, ...]]] = {
         "nano_isa": (c_char_p, ()),

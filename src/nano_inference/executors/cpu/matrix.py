@@ -93,7 +93,6 @@ def int8_parts(matrix: Matrix) -> tuple[Tensor, Tensor]:
 
 
 def _rows_of(matrix: Matrix) -> Tensor:
-    """Return a table's values as a view [N, K]."""
     return matrix.packed.view(_DTYPE_OF[matrix.format]).view(matrix.num_out, matrix.num_in)
 
 

@@ -202,7 +202,6 @@ class NativeProgram:
         return room, parts
 
     def _op(self, op: Op) -> OpStruct:
-        """Convert one operation to its C structure."""
         out = OpStruct(kind=ops.KINDS.index(type(op)), rope=-1, scale=1.0)
         if isinstance(op, ops.Embed):
             out.out, out.matrix, out.choice = self._at(op.out), self._add((op.table,)), _ROWS.index(op.rows)

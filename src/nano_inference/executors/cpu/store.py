@@ -71,7 +71,6 @@ class Populator:
                 self._lock.release()
 
     def _is_running(self) -> bool:
-        """Return True if the thread is alive; an interruption may have prevented its start."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:

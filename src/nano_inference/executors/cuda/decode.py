@@ -35,15 +35,6 @@ class StepKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StepModel:
-    """A model bound to weights, as launches."""
-
-    machine: Machine
-    body: Lowered
-    head: Lowered  # reads the result of the body
-
-
-@dataclass(frozen=True, slots=True)
 class StepTensors:
     """Inputs of a step for R rows, int32; `load` writes the first four."""
 
@@ -80,7 +71,9 @@ def step_tensors(num_rows: int, ratio: int, device: torch.device) -> StepTensors
 class DecodeStep:
     """Owns nothing; runs one token of a window on the memory it is given."""
 
-    model: StepModel
+    machine: Machine
+    body: Lowered
+    head: Lowered  # reads the result of the body
     slots: SlotMemory
     vocabulary: VocabularyTables
     scratch: Scratch
@@ -93,16 +86,16 @@ class DecodeStep:
 
     def run(self, key: StepKey) -> None:
         """Sample a token for each running slot among the first `key.num_rows`."""
-        n, kernels, tensors = key.num_rows, self.model.machine.kernels, self.tensors
+        n, kernels, tensors = key.num_rows, self.machine.kernels, self.tensors
         slots, slot_B = self.slots.slots, self.slots.slot_S.narrow(0, 0, n)
         inputs = [
             one.narrow(0, 0, n) for one in (tensors.token_R, tensors.previous_R, tensors.position_R, tensors.length_R)
         ]
         kernels.sample.load(slot_B, slots, *inputs)
         step = self._pass(key)
-        for launch in (*self.model.body.launches, *self.model.head.launches):
+        for launch in (*self.body.launches, *self.head.launches):
             launch(step, n)
-        logits_BV, cap = self.model.machine.registers.read(self.model.head.result, n), self.model.head.softcap
+        logits_BV, cap = self.machine.registers.read(self.head.result, n), self.head.softcap
         sampler, tables = kernels.sample, self.vocabulary.tables
         sampler.adjust(self.scratch, logits_BV, slot_B, slots, tables, cap)
         if key.has_cut:

@@ -169,11 +169,12 @@ class CudaExecutor(Executor):
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Return float32 logits [T, V] of every token, using the caller's `KVStore`."""
         assert isinstance(cache, KVStore)
-        return self._inside(lambda: self._forward(inputs, cache))
 
-    def _forward(self, inputs: ForwardInput, store: KVStore) -> Tensor:
-        step = self._pass(rows_of(inputs), store)
-        return self.logits(self._hidden(step, range(step.token_T.size(0))))
+        def work() -> Tensor:
+            step = self._pass(rows_of(inputs), cache)
+            return self.logits(self._hidden(step, range(step.token_T.size(0))))
+
+        return self._inside(work)
 
     @property
     def memory(self) -> StepMemory:

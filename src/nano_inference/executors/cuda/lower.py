@@ -99,7 +99,6 @@ def _norm(state: Lowering, op: ops.Norm, live: frozenset[str]) -> None:
 
 
 def _add_norm(state: Lowering, add: ops.Add, op: ops.Norm) -> None:
-    """Lower an addition and the norm of its sum."""
     machine, x, y = state.machine, state.places[add.x], state.places[add.y]
     weight = None if op.weight is None else machine.weights.tensors[op.weight.name]
     total = state.place([add.out], [x.width])

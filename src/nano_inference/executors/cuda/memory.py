@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nano_inference.core.step import DrawExtras, Row, RowResult
 from nano_inference.executors.cuda.checks import check_heads
-from nano_inference.executors.cuda.decode import DecodeStep, StepModel, StepTensors, step_tensors
+from nano_inference.executors.cuda.decode import DecodeStep, StepTensors, step_tensors
 from nano_inference.executors.cuda.launchers import Kernels, SamplingKernels
 from nano_inference.executors.cuda.lower import lower, part_size
 from nano_inference.executors.cuda.passes import PartialMemory
@@ -152,7 +152,9 @@ class StepMemory:
         """Return the step of windows on a cache, with slots for its blocks."""
         num_blocks = -(-self.limits.max_len // store.block_size)
         return DecodeStep(
-            model=StepModel(self.machine, self.parts.body, self.parts.head),
+            machine=self.machine,
+            body=self.parts.body,
+            head=self.parts.head,
             slots=SlotMemory(self.limits.max_rows, num_blocks, self.limits.lookahead, self._device),
             vocabulary=self._vocabulary,
             scratch=self._scratch,

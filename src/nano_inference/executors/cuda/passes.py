@@ -118,8 +118,6 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Adjacent tokens of a row."""
-
     row: PassRow
     first: int
     num_tokens: int
@@ -168,7 +166,6 @@ def build_pass(
 
 
 def _pieces(rows: Sequence[PassRow], most: int | None) -> Iterator[_Piece]:
-    """Divide rows into pieces of at most `most` tokens."""
     for row in rows:
         size = len(row.tokens) if most is None else most
         for first in range(0, len(row.tokens), size):

@@ -51,7 +51,6 @@ def parts_of(rows: Rows, max_tokens: int) -> Iterator[Rows]:
 
 
 def _pieces(row: Row, max_tokens: int) -> Iterator[Row]:
-    """Yield a row in pieces, of which the last one samples."""
     while len(row.tokens) > max_tokens and not row.num_drafts:
         head, rest, end = row.tokens[:max_tokens], row.tokens[max_tokens:], row.start + max_tokens
         pool_from = row.pool_from if row.pool_from is not None and row.pool_from < end else None

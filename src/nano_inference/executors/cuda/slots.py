@@ -127,7 +127,6 @@ class _Place:
 
 
 def _places(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
-    """Return the words of each field, in order."""
     found: dict[str, _Place] = {}
     start = 0
     for name, shape in sizes.items():

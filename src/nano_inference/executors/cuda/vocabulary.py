@@ -69,6 +69,5 @@ class VocabularyTables:
 
 
 def _written(table_PN: Tensor, slot: int, values: npt.NDArray[np.int32] | npt.NDArray[np.float32]) -> int:
-    """Write a slot's row; return its number."""
     table_PN[slot].copy_(torch.from_numpy(values))
     return slot

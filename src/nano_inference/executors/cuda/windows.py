@@ -282,7 +282,6 @@ def shared_prefixes(placed: Placed, block_size: int) -> list[Prefix]:
 
 
 def _num_shared(rows: Sequence[Row], block_size: int) -> int:
-    """Return how many positions, in whole splits, all rows share."""
     tables = [row.blocks for row in rows]
     first, last = min(tables), max(tables)  # what these two share, all tables between them share
     num_common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, tables)))

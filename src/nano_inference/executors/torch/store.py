@@ -55,7 +55,6 @@ class KVStore:
         return self.k_LSKD.nbytes + self.v_LSKD.nbytes
 
     def _make(self, shape: tuple[int, int, int]) -> None:
-        """Allocate both tensors and their views; `shape` is (L, N, C * K * D)."""
         slots = (shape[0], shape[1] * self.block_size, *self._heads)
         k_LNX, v_LNX = (lazy_zeros(shape, self._dtype, self._device) for _ in range(2))
         self.k_LSKD, self.v_LSKD = k_LNX.view(slots), v_LNX.view(slots)
@@ -89,6 +88,5 @@ class KVStore:
                 cache_LSKD.index_copy_(1, target_S, copied_LSKD)
 
     def _slots(self, parts: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-        """Return the indices of the first slots of blocks, given (block, number of slots) pairs."""
         slots = [block * self.block_size + i for block, count in parts for i in range(count)]
         return torch.tensor(slots, dtype=torch.int64, device=device)

@@ -194,7 +194,6 @@ class TorchStaged:
         return self._finish(TorchWeights(self._layout, MappingProxyType({**live, **self._fresh})))
 
     def _open(self, name: str) -> None:
-        """Allocate a stack, or reuse a spare one."""
         specs = self._layout[name]
         shape = (sum(spec.shape[0] for spec in specs), *specs[0].shape[1:])
         dtype = torch.float32 if specs[0].kind == "number" else self._dtype

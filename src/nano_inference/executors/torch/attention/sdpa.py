@@ -100,7 +100,6 @@ class SdpaBackend:
 
 
 def _num_visible(span: Span, window: int | None) -> int:
-    """Return the number of keys visible to a row's last token."""
     return span.end if window is None else min(span.end, window)
 
 
@@ -151,7 +150,6 @@ def _chunk(span: Span, block_size: int, window: int | None, device: torch.device
 
 
 def _gather(store: KVStore, layer: int, block_GM: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of block tables, [G, S, K, D] each."""
     num_rows, width = block_GM.shape
     num_kv_heads, head_dim = store.k_LSKD.shape[2:]
     shape = (num_rows, width * store.block_size, num_kv_heads, head_dim)
@@ -193,7 +191,6 @@ def _attend_chunk(
 
 
 def _attend(q_GKPD: Tensor, k_GKSD: Tensor, v_GKSD: Tensor, spec: AttentionSpec, hidden_G11S: Tensor | None) -> Tensor:
-    """Attend without a causal mask."""
     if spec.softcap is not None:
         return _attend_softcapped(q_GKPD, k_GKSD, v_GKSD, spec, hidden_G11S)
     if hidden_G11S is not None:
