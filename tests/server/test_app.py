@@ -31,8 +31,9 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
-from nano_inference.text.fast import BYTE_OF_CHAR
-from nano_inference.types import StepResult, TrainingSample
+from nano_inference.server.guard import OPEN_PATHS
+from nano_inference.types import StepResult
+from tests.server.mounted import engine_sample, ids
 from tests.server.tiny import Running, opened, running
 
 COMPLETE = "/v1/completions"
@@ -40,18 +41,6 @@ CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calcu
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 JSON = dict[str, Any]
-BYTES = tuple(BYTE_OF_CHAR[char] for char in sorted(BYTE_OF_CHAR))
-"""Bytes of the tiny model's first 256 tokens."""
-
-
-def ids(text: str) -> list[int]:
-    """Return the tokens of a text."""
-    return [BYTES.index(byte) for byte in text.encode()]
-
-
-def raw(tokens: Sequence[int]) -> bytes:
-    """Return the bytes of tokens without special ones."""
-    return bytes(BYTES[token] for token in tokens if token < 256)
 
 
 def complete(server: Running, **fields: Any) -> JSON:
@@ -74,11 +63,6 @@ def chat(server: Running, **fields: Any) -> JSON:
 
 def ids_of(reply: JSON, index: int = 0) -> list[int]:
     return list(reply["choices"][index]["token_ids"])
-
-
-def engine_sample(engine: InferenceEngine, prompt: Sequence[int], **fields: Any) -> TrainingSample:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "logprobs_mode": "raw", **fields})
-    return engine.generate([list(prompt)], params)[0]
 
 
 # ---- sampling fields: results equal the engine's
@@ -120,6 +104,22 @@ def test_sampling_fields_equal_engine_results(server: Running, engine: Inference
         assert ids_of(answer) == list(sample.completion_tokens)
 
 
+NOTHING_LEFT: list[JSON] = [
+    {"allowed_token_ids": ids("a"), "bad_words": ["a"]},
+    {"allowed_token_ids": ids("a"), "bad_words": ["aaa"]},
+]
+
+
+@pytest.mark.parametrize("fields", NOTHING_LEFT)
+def test_request_that_forbids_every_token_is_answered_with_400(server: Running, fields: JSON) -> None:
+    body = {"prompt": "hello", "max_tokens": 5, **fields}
+    reply = server.post(COMPLETE, body)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert "no token can be drawn" in reply.json()["error"]["message"]
+    events = server.events(COMPLETE, {**body, "stream": True})
+    assert (events[-2]["error"]["type"], events[-1]) == ("invalid_request_error", "[DONE]")
+
+
 # ---- several samples, several prompts
 
 
@@ -152,12 +152,6 @@ def test_choices_are_numbered_prompt_by_prompt(server: Running, engine: Inferenc
             assert tokens[index] == list(sample.completion_tokens)
             assert heads[index] == ids(prompt)
     assert len({tuple(tokens[index]) for index in range(3)}) == 3, "samples differ"
-
-
-def test_usage_counts_each_prompt_once(server: Running) -> None:
-    reply = complete(server, prompt=["one", "twothree"], n=3, best_of=3, max_tokens=5, ignore_eos=True)
-    usage = reply["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (11, 30, 41)
 
 
 # ---- content of a reply
@@ -441,20 +435,6 @@ def test_stop_regex_ends_an_answer_with_its_match(server: Running, path: str) ->
     assert endless.status_code == 500 and "stop_regex: '(a|aa)+b' needs more than" in endless.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", [COMPLETE, CHAT])
-def test_matched_stop_is_what_ended_the_answer(server: Running, path: str) -> None:
-    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
-    a = ids("a")[0]
-    for fields, matched in (
-        ({"logit_bias": {"257": 100.0}}, 257),
-        ({"logit_bias": {str(a): 100.0}, "stop_token_ids": [a]}, a),
-        ({"logit_bias": {str(a): 100.0}, "stop": "aa"}, "aa"),
-        ({"max_tokens": 2, "ignore_eos": True}, None),
-    ):
-        choice = server.post(path, {**asked, "temperature": 0, **fields}).json()["choices"][0]
-        assert choice["matched_stop"] == matched
-
-
 def test_wrong_paths_and_methods(server: Running) -> None:
     for path in ("/nope", "/v1", "/v1/chat", "/v1/completions/", "/metrics/x", "/models/a", "/tokenize/a"):
         reply = server.client.get(path)
@@ -570,38 +550,6 @@ def test_models(tiny_directory: Path) -> None:
         assert complete(server, model="other")["model"] == "other"
         assert complete(server)["model"] == "org/tiny"
         assert server.post(COMPLETE, {"prompt": "a", "model": "tiny"}).status_code == 404
-
-
-def test_any_model(tiny_directory: Path) -> None:
-    with running(tiny_directory, ServerConfig(port=0, log_requests=False, any_model=True)) as server:
-        assert complete(server, model="gpt-4o")["model"] == "gpt-4o"
-        assert server.client.get("/v1/models/gpt-4o").json()["id"] == "gpt-4o"
-
-
-def test_tokenize_then_detokenize_returns_text(server: Running) -> None:
-    rng = random.Random(2)
-    for _ in range(20):
-        text = random_text(rng)
-        tokens = server.post("/tokenize", {"prompt": text}).json()["tokens"]
-        assert server.post("/detokenize", {"model": "tiny", "tokens": tokens}).json() == {"prompt": text}
-
-
-def test_health_load_version_and_metrics(server: Running) -> None:
-    info = server.client.get("/tokenizer_info").json()
-    assert (info["vocab_size"], info["model_vocab_size"], info["max_model_len"]) == (260, 260, 512)
-    assert (info["bos_token_id"], info["eos_token_ids"], info["eos_token"]) == (258, [257], "<|im_end|>")
-    assert info["special_tokens"]["256"] == "<|im_start|>"
-    assert "add_generation_prompt" in info["chat_template"]
-    assert server.client.get("/version").json() == {"version": nano_inference.__version__}
-    for page in ("/", "/dashboard", "/docs"):
-        assert server.client.get(page).headers["content-type"] == "text/html; charset=utf-8"
-    assert server.client.get("/ready").json() == {"status": "ready"}
-    for path in ("/health", "/ping", "/liveness"):
-        expected = {"status": "ok", "ready": True, "num_gpus": 1, "available_workers": 256}
-        assert server.client.get(path).json() == expected
-    assert server.client.get("/stats").json()["total_workers"] == 256
-    assert server.client.get("/props").json()["total_slots"] == 256
-    assert server.client.get("/health_generate").json()["meta_info"]["completion_tokens"] == 1
 
 
 # ---- queue limits and deadlines
@@ -849,17 +797,31 @@ def test_every_route_and_method_needs_key(tiny_directory: Path) -> None:
         paths = {route.path.replace("{model:path}", "tiny") for route in server.app.routes} | {"/none", "/v1"}
         assert len(paths) > 15
         for path, method in product(sorted(paths), ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")):
-            is_open = path in (
-                "/",
-                "/dashboard",
-                "/docs",
-                "/formulas.js",
-                "/health",
-                "/ready",
-                "/ping",
-                "/liveness",
-            ) and method in ("GET", "HEAD")
+            is_open = path in OPEN_PATHS and method in ("GET", "HEAD")
             status = server.client.request(method, path, json={} if method == "POST" else None).status_code
             assert (status == 200) if is_open else (status == 401), (method, path, status)
         key = {"authorization": "Bearer a-key-of-some-length"}
         assert server.client.get("/v1/models", headers=key).status_code == 200
+
+
+@pytest.mark.parametrize("role", ["critic", "User", "", 5])
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_unknown_role_is_refused_with_list_of_roles(path: str, role: object, server: Running) -> None:
+    reply = server.post(path, {"messages": [*HELLO, {"role": role, "content": "x"}]})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages.1.role")
+    known = "'system', 'developer', 'user', 'assistant', 'tool' or 'function'"
+    assert error["message"] == f"messages.1.role: input should be {known}, got {role!r}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_header_announces_reduced_max_tokens(stream: bool, server: Running) -> None:
+    room = server.client.get("/v1/models").json()["data"][0]["max_model_len"] - 40
+    body = {"prompt": [65] * 40, "temperature": 0, "ignore_eos": True, "stream": stream}
+    reply = server.post("/v1/completions", {**body, "max_tokens": room + 1})
+    assert (reply.status_code, reply.headers["x-max-tokens"]) == (200, str(room))
+    assert "x-max-tokens" not in server.post("/v1/completions", {**body, "max_tokens": room}).headers
+    if not stream:
+        assert reply.json()["usage"]["completion_tokens"] == room
+    unlimited = server.post(CHAT, {"messages": HELLO, "stream": stream})
+    assert unlimited.status_code == 200 and "x-max-tokens" not in unlimited.headers

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import nano_inference
-from nano_inference.text.dialogue import parts_of
 from tests.server.tiny import Running, running
 
 CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
@@ -88,19 +87,3 @@ def test_calculator_is_refused_by_model_without_one(server: Running) -> None:
     for path, body in ((CHAT, ASK), (TEXT, {"prompt": "x", "calculator": True})):
         reply = server.post(path, body)
         assert reply.status_code == 400 and reply.json()["error"]["param"] == "calculator"
-
-
-def test_marked_text_is_split_into_parts() -> None:
-    call, result, end, nothing, cut = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4"
-    parts, inside = parts_of(f"a{call}1+1{result}2{end}b{call}x{nothing}c{call}1+")
-    assert [(p.type[:8], p.text) for p in parts] == [
-        ("text", "a"),
-        ("python", "1+1"),
-        ("python_o", "2"),
-        ("text", "b"),
-        ("python", "x"),
-        ("text", "c"),
-        ("python", "1+"),
-    ]
-    assert inside == "python"
-    assert parts_of(f"2{cut}z", inside) == ((("python", "2"), ("text", "z")), "text")

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from nano_inference.server.config import ServerConfig
 from tests.server.scripted import make_scripted
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.tiny import Running, running
 
 JSON = dict[str, Any]
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -63,30 +62,6 @@ def test_hints_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     lines = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
     names = "'context_management', 'metadata', 'output_config.effort', 'thinking', 'thinking.budget_tokens'"
     assert lines == [f"fields without effect are ignored: {names}"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"thinking": {"type": "adaptive"}}, "thinking"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"context_management": BODY["context_management"]}, "context_management"),
-        ({"output_config": {"effort": "max"}}, "output_config.effort"),
-        ({"metadata": {"user_id": "u"}}, "metadata"),
-    ],
-)
-def test_strict_server_refuses_hints(strict: Running, fields: JSON, param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **MARK}
-    assert strict.post(PATH, {**body, "thinking": {"type": "disabled"}, "context_management": {}}).status_code == 200
-    reply = strict.post(PATH, {**body, **fields})
-    assert (reply.status_code, reply.json()["error"]["details"]["param"]) == (400, param), reply.text
-
-
-@pytest.fixture(scope="module")
-def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    directory = make_tiny(tmp_path_factory.mktemp("strict"), positions=1024)
-    with running(directory, ServerConfig(port=0, log_requests=False, strict=True)) as one:
-        yield one
 
 
 # ---- usage ----------------------------------------------------------------------------------------------------------

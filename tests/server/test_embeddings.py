@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +104,6 @@ def test_refused_llamacpp_inputs(model: ServedModel, given: Any, param: str, mes
     assert error.param == param and message in error.message
 
 
-def test_pooling_and_truncation_fields(model: ServedModel) -> None:
-    assert requests_of(model, pooling="last")[0].params.pooling == "last"
-    ids = list(range(100)) * 6
-    assert requests_of(model, input=ids, truncate_prompt_tokens=7)[0].prompt == tuple(ids[-7:])
-    assert requests_of(model, input=ids, truncate_prompt_tokens=7, truncation_side="right")[0].prompt == tuple(ids[:7])
-    assert requests_of(model, input=ids, truncate_prompt_tokens=-1)[0].prompt == tuple(ids[-512:])
-    assert requests_of(model, input=[[1, 2], ids], truncate_prompt_tokens=5)[0].prompt == (1, 2)
-    assert len(requests_of(model, input="x" * 10_000, truncate_prompt_tokens=9)[0].prompt) == 9
-    assert len(requests_of(model, input=[1] * 512)[0].prompt) == 512, "no position is reserved for an answer"
-    assert requests_of(model, dimensions=32, encoding_format=None, model="", pooling=None, normalize=None)
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -182,15 +168,6 @@ def test_vectors_are_normalized_by_default() -> None:
     assert cut == pytest.approx([0.5 / math.hypot(0.5, 1.5), -1.5 / math.hypot(0.5, 1.5)], abs=1e-7)
     assert vector(dimensions=2, normalize=False) == [0.5, -1.5]
     assert vector(dimensions=4) == vector()
-
-
-@pytest.mark.parametrize("fields", [{}, {"dimensions": 3}, {"normalize": False}])
-def test_base64_decodes_to_the_floats(fields: dict[str, Any]) -> None:
-    plain = embedding_reply(body_of(encoding_format="float", **fields), "tiny", [sample(VECTOR)])["data"][0]
-    coded = embedding_reply(body_of(encoding_format="base64", **fields), "tiny", [sample(VECTOR)])["data"][0]
-    data = base64.b64decode(coded["embedding"], validate=True)
-    assert [number for (number,) in struct.iter_unpack("<f", data)] == plain["embedding"]
-    assert len(data) == 4 * fields.get("dimensions", 4)
 
 
 @pytest.mark.parametrize(

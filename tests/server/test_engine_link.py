@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,34 +150,6 @@ def test_stuck_step_fails_outboxs(capfd: pytest.CaptureFixture[str]) -> None:
     assert "tests/server/test_engine_link.py" in capfd.readouterr().err, "the stacks are not dumped"
 
 
-def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    hours = [0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
-    monkeypatch.setattr("nano_inference.async_engine.time", clock)
-    sleep, waits = asyncio.sleep, []
-
-    async def short_sleep(seconds: float) -> None:
-        waits.append(seconds)
-        await sleep(seconds / 100)
-
-    monkeypatch.setattr(asyncio, "sleep", short_sleep)
-    engine = Stuck()
-
-    async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as outbox:
-            assert await asyncio.to_thread(engine.is_stuck.wait, 60)
-            hours[0] = 1
-            waits.clear()
-            async with asyncio.timeout(60):
-                while len(waits) < 4:  # several checks of the watchdog
-                    await sleep(0.01)
-            assert link.state == "ready"
-            engine.resume.set()
-            assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
-
-    run_with_link(work, engine, step_timeout=60)
-
-
 def broken_factory() -> Any:
     raise RuntimeError("no such grammar")
 
@@ -221,20 +192,6 @@ def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
         assert with_open == 0
 
     run_with_link(work)
-
-
-def test_abort_all_fails_open_outboxs() -> None:
-    engine = Stuck()
-
-    async def work(link: EngineLink) -> None:
-        with link.submit([request()]) as outbox:
-            link.abort_all()
-            with pytest.raises(ApiError) as raised:
-                await to_end(outbox)
-            assert raised.value.code == "shutting_down"
-        engine.resume.set()
-
-    run_with_link(work, engine)
 
 
 def test_tokens_after_the_client_left_are_not_counted() -> None:

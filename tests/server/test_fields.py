@@ -76,10 +76,6 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield one
 
 
-def test_every_path_is_tried() -> None:
-    assert BODIES.keys() == {one.path for one in (*GENERATING, *CONVERTING)}
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_fields_whose_loss_changes_the_answer_are_refused(server: Running, path: str) -> None:
     refused = ANSWER_FIELDS if path in {one.path for one in GENERATING} else PROMPT_FIELDS
@@ -132,12 +128,6 @@ def test_window_of_penalties_is_refused_with_a_penalty(server: Running, path: st
         assert server.post(path, {**body, **penalty, name: 0}).status_code == 400, "0 would be no penalty"
 
 
-def test_a_stream_is_refused_before_it_starts(server: Running) -> None:
-    reply = server.post(CHAT, {**BODIES[CHAT], "stream": True, "suffix": "x"})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "suffix")
-    assert reply.json()["error"]["code"] == "unsupported_field"
-
-
 def test_other_fields_are_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="nano_inference.server"):
         for _ in range(3):
@@ -170,16 +160,6 @@ def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
 FUNCTION: JSON = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}}
 SEARCH: JSON = {"type": "web_search", "external_web_access": False}
 SPACE: JSON = {"type": "namespace", "name": "agents", "description": "Work on agents.", "tools": [FUNCTION]}
-
-
-def test_namespace_describes_its_functions_in_the_prompt(scripted: Running) -> None:
-    def prompt(tool: JSON) -> list[int]:
-        body = {"input": "hi", "tools": [tool], "max_output_tokens": 1, "return_token_ids": True}
-        found: list[int] = scripted.post(RESPONSES, body).json()["prompt_token_ids"]
-        return found
-
-    flat = {**FUNCTION, "name": "agents.look", "description": "Work on agents.\nLooks."}
-    assert prompt(SPACE) == prompt(flat) != prompt(FUNCTION)
 
 
 def test_errors_name_the_functions_place(scripted: Running) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-import nano_inference
 from nano_inference import InferenceEngine
-from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialect import Occupancy, Route
-from nano_inference.server.dialects.llamacpp import LlamaBody, LlamaReply, ask_llama, props, selected
+from nano_inference.server.dialect import Route
+from nano_inference.server.dialects.llamacpp import LlamaBody, LlamaReply, ask_llama, selected
 from tests.cases import failures
 from tests.server.mounted import END_TOKEN, JSON, engine_sample, ids, mounted
-from tests.server.tiny import TEMPLATE, Running
+from tests.server.tiny import Running
 
 PATH = "/completion"
 ROUTE = Route(path=PATH, body=LlamaBody, ask=ask_llama, reply=LlamaReply, summary="Complete as llama.cpp does.")
@@ -60,14 +58,6 @@ def test_answer_fills_the_context_by_default(server: Running) -> None:
     assert complete(server, n_predict=0)["content"] == ""
     assert complete(server, n_predict=None, max_tokens=3)["tokens_predicted"] == 3
     assert complete(server, n_predict=2, max_tokens=3)["tokens_predicted"] == 2
-
-
-def test_answer_fills_a_cache_smaller_than_the_context(tiny_directory: Path) -> None:
-    with mounted(tiny_directory, ROUTE, kv_cache_bytes=48 << 10) as server:
-        reply = server.post(PATH, {"prompt": "hello", "ignore_eos": True, "temperature": 0})
-        assert reply.status_code == 200, reply.text
-        room = server.opened.model.limits
-        assert reply.json()["tokens_predicted"] == room.num_blocks * room.block_size - 5 < 507
 
 
 def test_response_fields(server: Running) -> None:
@@ -163,48 +153,7 @@ def test_unsupported_or_invalid_field_is_named(server: Running) -> None:
     assert failures(check, REFUSED) == []
 
 
-@pytest.mark.parametrize("prompt", ["a" * 600, ["a" * 600, 1], ["a" * 512]])
-def test_prompt_longer_than_the_context_has_its_error_type(server: Running, prompt: Any) -> None:
-    error = server.post(PATH, {"prompt": prompt, **GREEDY}).json()["error"]
-    assert (error["code"], error["type"]) == (400, "exceed_context_size_error")
-    assert "context size of 512" in error["message"]
-    assert error["n_prompt_tokens"] >= 512 and error["n_ctx"] == 512
-
-
 # ---- props
-
-
-def test_props(server: Running) -> None:
-    reply = props(server.opened.model, Occupancy(is_ready=True, num_running=0, max_running=4))
-    defaults = reply.pop("default_generation_settings")
-    assert reply == {
-        "total_slots": 4,
-        "model_alias": "tiny",
-        "model_path": server.opened.model.file_name,
-        "modalities": {"vision": False, "audio": False},
-        "chat_template": TEMPLATE,
-        "bos_token": "<|bos|>",
-        "eos_token": "<|im_end|>",
-        "build_info": f"nano-inference {nano_inference.__version__}",
-    }
-    assert defaults == {
-        "n_ctx": 512,
-        "params": {
-            "n_predict": -1,
-            "temperature": 0.8,
-            "top_k": 40,
-            "top_p": 0.95,
-            "min_p": 0.05,
-            "repeat_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "seed": -1,
-            "n_probs": 0,
-        },
-    }
-    call = ask_llama(LlamaBody(prompt="a"), server.opened.model, ServerConfig(), "")
-    params = call.requests[0].params
-    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.8, 40, 0.95, 0.05)
 
 
 def test_prompts_may_be_objects_with_a_text(server: Running) -> None:

@@ -244,15 +244,6 @@ def test_usage_can_be_forced_into_every_chunk(tiny_directory: Path) -> None:
                 assert finished == events[-1:] and last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
 
 
-def test_token_names_can_be_ids_by_default(tiny_directory: Path) -> None:
-    with running(tiny_directory, config(return_tokens_as_token_ids=True)) as server:
-        body = {"prompt": "ab", "max_tokens": 2, "logprobs": 1, "temperature": 0}
-        names = server.post(COMPLETE, body).json()["choices"][0]["logprobs"]["tokens"]
-        assert all(name.startswith("token_id:") for name in names)
-        plain = server.post(COMPLETE, {**body, "return_tokens_as_token_ids": False}).json()["choices"][0]["logprobs"]
-        assert not any(name.startswith("token_id:") for name in plain["tokens"])
-
-
 def test_template_dates_are_todays(tmp_path: Path) -> None:
     template = "{{ date_string }}|{{ datetime }}|{% for one in messages %}{{ one.content }}{% endfor %}"
     directory = make_tiny(tmp_path, template=template)
@@ -277,13 +268,6 @@ def test_template_dates_need_a_template(tmp_path: Path) -> None:
         (directory / name).unlink(missing_ok=True)
     with pytest.raises(ModelError, match="--template-dates: the model has no chat template"):
         opened(directory, config(template_dates=True))
-
-
-def test_pages_can_be_left_out(tiny_directory: Path) -> None:
-    with running(tiny_directory, config(pages=False)) as server:
-        for path in ("/", "/dashboard", "/docs", "/formulas.js"):
-            assert server.client.get(path).status_code == 404
-        assert server.client.get("/health").status_code == 200
 
 
 @pytest.mark.parametrize(

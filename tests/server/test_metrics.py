@@ -273,30 +273,6 @@ def test_bucket_bounds_equal_vllm() -> None:
     assert ends["vllm:iteration_tokens_total"] == ("1.0", "16384.0", 14)
 
 
-def test_step_records_engine_state() -> None:
-    metrics = new()
-    metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2, num_preempted=4))
-    metrics.step(replace(STEP, num_running=5, num_waiting=6, num_free_blocks=6, num_preempted=1))
-    assert value(metrics, "vllm:num_requests_running") == 5
-    assert value(metrics, "vllm:num_requests_waiting") == 6
-    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="capacity") == 6
-    assert value(metrics, "vllm:num_requests_waiting_by_reason", reason="deferred") == 0
-    assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
-    assert value(metrics, "vllm:num_preemptions_total") == 5
-
-
-def test_dead_engine_is_down_with_nothing_running() -> None:
-    metrics = new()
-    metrics.step(replace(STEP, num_running=3, num_waiting=2, num_free_blocks=2))
-    assert value(metrics, "nano_inference_engine_up") == 1
-    metrics.engine_died()
-    names = ("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc")
-    state = [s for s in samples(metrics.render()) if s.name.removeprefix("vllm:") in names]
-    assert len(state) == 5
-    assert all(s.value == 0 for s in state)
-    assert value(metrics, "nano_inference_engine_up") == 0
-
-
 def test_cached_prompt_tokens_are_hits_and_the_rest_is_computed() -> None:
     metrics = new()
     finish(metrics, replace(RECORD, prompt_tokens=100, cached_tokens=64))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,14 @@ import pytest
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialects.ollama import Pieces
-from nano_inference.server.dialects.ollama_models import VERSION
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content
-from tests.server.mounted import JSON, ids
-from tests.server.tiny import TEMPLATE, Running, make_tiny, running
+from tests.server.mounted import JSON
+from tests.server.tiny import Running, make_tiny, running
 
 GENERATE, CHAT, EMBED, EMBEDDINGS, SHOW = "/api/generate", "/api/chat", "/api/embed", "/api/embeddings", "/api/show"
 HELLO: list[JSON] = [{"role": "user", "content": "hello"}]
 GREEDY: JSON = {"temperature": 0, "num_predict": 12}
 TOOL: JSON = {"type": "function", "function": {"name": "f", "description": "Does.", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A model whose chat template has variables for reasoning and a place for that of earlier answers."""
-    template = (
-        "{% for one in messages if one.reasoning_content %}{{ one.reasoning_content }}{% endfor %}"
-        "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
-        + TEMPLATE
-        + "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}"
-    )
-    with running(make_tiny(tmp_path_factory.mktemp("thinker"), template=template)) as one:
-        yield one
 
 
 def body(path: str, **fields: Any) -> JSON:
@@ -122,29 +107,6 @@ def test_complete_calls_have_arguments_as_objects() -> None:
     assert pieces.add([CallStart(1, "g"), CallArguments(1, '{"y')]) == {"content": ""}, "it was cut off"
 
 
-@pytest.mark.parametrize("path", [GENERATE, CHAT])
-def test_think_sets_the_templates_variables(thinker: Running, server: Running, path: str) -> None:
-    plain = whole(thinker, path)["prompt_eval_count"]
-    assert whole(thinker, path, think=True)["prompt_eval_count"] == plain + len("<think>")
-    assert whole(thinker, path, think=False)["prompt_eval_count"] == plain
-    assert whole(thinker, path, think="high")["prompt_eval_count"] == plain + len("high")
-    assert "thinking" in thinker.post(SHOW, {}).json()["capabilities"]
-    assert whole(server, path, think=False)["done"] and "thinking" not in server.post(SHOW, {}).json()["capabilities"]
-    for think in (True, "low"):
-        reply = server.post(path, body(path, think=think))
-        assert (reply.status_code, reply.json()["error"][:6]) == (400, "think:")
-
-
-def test_reasoning_is_separate_if_the_prompt_opens_it(thinker: Running) -> None:
-    options = {"temperature": 0, "num_predict": 100}
-    structure = {"enum": ["so</think> yes"]}
-    answer = whole(thinker, CHAT, think=True, options=options, format=structure)
-    assert answer["message"] == {"role": "assistant", "content": 'yes"', "thinking": '"so'}
-    lines = thinker.lines(CHAT, body(CHAT, think=True, options=options, format=structure))
-    for name in ("content", "thinking"):
-        assert "".join(one["message"].get(name, "") for one in lines) == answer["message"].get(name, "")
-
-
 # ---- options
 
 
@@ -216,40 +178,4 @@ def test_an_answer_larger_than_the_cache_names_its_option(tiny_directory: Path) 
 # ---- embeddings
 
 
-def test_embeddings_are_openais(server: Running) -> None:
-    texts = ["hello", "other"]
-    reply = server.post(EMBED, {"model": "tiny", "input": texts}).json()
-    expected = server.post("/v1/embeddings", {"input": texts}).json()
-    assert reply["embeddings"] == [pytest.approx(one["embedding"], abs=1e-5) for one in expected["data"]]
-    assert (reply["model"], reply["prompt_eval_count"], reply["load_duration"]) == ("tiny", 10, 0)
-    assert reply["total_duration"] > 0
-    one = server.post(EMBED, {"input": "hello", "dimensions": 4}).json()["embeddings"]
-    assert len(one) == 1 and len(one[0]) == 4 and sum(x * x for x in one[0]) == pytest.approx(1, abs=1e-5)
-    raw = server.post(EMBEDDINGS, {"model": "tiny", "prompt": "hello"}).json()
-    plain = server.post("/v1/embeddings", {"input": "hello", "normalize": False}).json()["data"][0]["embedding"]
-    assert raw == {"embedding": pytest.approx(plain, abs=1e-5)}
-
-
-def test_long_text_is_cut_at_its_end_unless_truncate_is_false(server: Running) -> None:
-    long = "abcdefg" * 120
-    cut = server.post(EMBED, {"input": long}).json()
-    assert cut["prompt_eval_count"] == 512
-    kept = server.post("/v1/embeddings", {"input": ids(long)[:512]}).json()["data"][0]["embedding"]
-    assert cut["embeddings"][0] == pytest.approx(kept, abs=1e-5)
-    assert server.post(EMBEDDINGS, {"prompt": long}).status_code == 200
-    reply = server.post(EMBED, {"input": long, "truncate": False})
-    assert reply.status_code == 400 and re.search(r"input .* 512; .* set truncate$", reply.json()["error"])
-
-
 # ---- facts
-
-
-def test_lists_describe_the_served_model(server: Running) -> None:
-    (entry,) = server.client.get("/api/tags").json()["models"]
-    assert entry["name"] == entry["model"] == "tiny:latest" and re.fullmatch("[0-9a-f]{64}", entry["digest"])
-    parameters = server.client.get("/info").json()["parameters"]
-    assert entry["size"] == 4 * parameters and entry["details"]["family"] == "LlamaForCausalLM"
-    (loaded,) = server.client.get("/api/ps").json()["models"]
-    assert loaded["context_length"] == 512 and loaded["digest"] == entry["digest"] and loaded["size_vram"] == 0
-    assert server.client.get("/api/version").json() == {"version": VERSION}
-    assert server.client.head("/").status_code == server.client.head("/api/tags").status_code == 200

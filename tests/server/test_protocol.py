@@ -389,25 +389,6 @@ def test_slow_head_is_disconnected(hasty: Running, before: bytes, drip: bytes) -
         assert client.is_cut_while_dripping(drip)
 
 
-def test_silent_connection_is_closed(hasty: Running) -> None:
-    with wire(hasty) as client:
-        assert client.rest() == b""
-
-
-def test_slow_second_head_is_disconnected_but_idle_is_not(hasty: Running) -> None:
-    with wire(hasty) as client:
-        client.send(get("/one"))
-        assert client.reply().status == 200
-        client.socket.settimeout(0.6)
-        with pytest.raises(TimeoutError):
-            client.socket.recv(1)
-        client.socket.settimeout(PATIENCE)
-        client.file = client.socket.makefile("rb")
-        client.send(get("/two"), b"GET /thr")
-        assert client.reply().status == 200
-        assert client.is_cut_while_dripping(b"ee" * 300)
-
-
 def test_an_idle_connection_is_closed() -> None:
     with running(keep_alive_timeout=0.2) as server, wire(server) as client:
         client.send(get("/one"))
@@ -424,27 +405,11 @@ def test_missing_body_is_answered_with_408(hasty: Running) -> None:
         check_error(client.reply(), 408)
 
 
-def test_unread_body_must_arrive_in_time() -> None:
-    with running(is_guarded=False, header_timeout=0.2, keep_alive_timeout=4000) as server, wire(server) as client:
-        client.send(get("/no-body", b"Content-Length: 5"), b"he")
-        assert client.reply().status == 200
-        assert client.rest() == b""
-
-
 def test_client_that_does_not_read_is_disconnected(hasty: Running) -> None:
     with wire(hasty) as client:
         client.send(get("/endless"))
         assert reported(hasty, "/endless")[1] is None
         assert not client.rest().endswith(b"0\r\n\r\n")
-
-
-def test_unread_end_of_response_does_not_delay_shutdown() -> None:
-    with running(write_timeout=0.2) as server:
-        client = Wire(server.port)
-        client.send(get("/big", b"Connection: close"))
-        reported(server, "/big")
-        # Leaving the block waits for all connections, although this client never reads.
-    client.close()
 
 
 # Too many

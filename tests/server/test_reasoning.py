@@ -64,19 +64,6 @@ def test_reasoning_before_a_call(server: Running) -> None:
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
-def test_given_beginning_of_an_answer(server: Running) -> None:
-    ids = good(server.post(CHAT, {**ASKED, "return_token_ids": True}))["choices"][0]["token_ids"]
-    expected = [(ANSWER, THOUGHT, 2), (ANSWER, None, 1), (ANSWER, None, None)]
-    for given, (content, reasoning, count) in enumerate(expected, start=1):
-        message, usage = chat(server, answer_token_ids=ids[:given])
-        assert (message["content"], message.get("reasoning")) == (content, reasoning)
-        assert usage.get("completion_tokens_details", {}).get("reasoning_tokens") == count
-    turns = [*HELLO, {"role": "assistant", "content": f"<think>{THOUGHT}"}]
-    message, usage = chat(server, messages=turns, continue_final_message=True)
-    assert message == {"role": "assistant", "content": ANSWER, "refusal": None}
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": 1}
-
-
 def test_operator_and_trainers_keep_reasoning_in_the_content(server: Running, tmp_path_factory: Any) -> None:
     path = make_reasoner(tmp_path_factory.mktemp("kept"))
     for config in (

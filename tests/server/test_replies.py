@@ -11,10 +11,9 @@ from nano_inference.server.generation import Generation, Kind
 from nano_inference.server.replies import OpenAIReply
 from nano_inference.server.transcript import Transcript, transcripts_of, usage
 from nano_inference.types import Delta, EngineRequest, SamplingParams, TokenLogprob
-from tests.server.test_detokenizer import END, PIECES, UNKNOWN, options, sample_of
+from tests.server.test_detokenizer import END, PIECES, options, sample_of
 
 A, B, BROKEN = PIECES.index(b"a"), PIECES.index(b"b"), PIECES.index(b"\xff")
-EMOJI = (PIECES.index(b"\xf0\x9f"), PIECES.index(b"\x98\x80"))
 
 
 def call_of(
@@ -60,27 +59,6 @@ def test_usage_counts_prompts_once_and_cached_ones_of_the_first_sample() -> None
     }
     assert "prompt_tokens_details" not in usage(call, transcripts, with_cached=False)
     assert usage(call, transcripts_of(call))["completion_tokens"] == 0
-
-
-def test_completion_logprobs() -> None:
-    call = call_of(logprobs=2, echo=("xy",))
-    (transcript,) = transcripts_of(call)
-    tokens = [A, *EMOJI, BROKEN]
-    top = [[(A, -0.1), (END, -0.2)], [(A, -0.1), (EMOJI[0], -0.2)], [(UNKNOWN, -1.0)], [(B, -0.3), (BROKEN, -0.5)]]
-    transcript.add_delta(delta(tokens, top, sample_of(tokens, "length", None)), call)
-    (choice,) = OpenAIReply(call, [transcript]).whole()["choices"]
-    assert choice["text"] == "xya😀\ufffd"
-    assert choice["logprobs"] == {
-        "tokens": ["a", "", "😀", "\ufffd"],
-        "token_logprobs": [-0.5] * 4,
-        "top_logprobs": [
-            {"a": -0.1, "<end>": -0.2},
-            {"a": -0.1, "bytes:\\xf0\\x9f": -0.2},
-            {"": -1.0, "bytes:\\x98\\x80": -0.5},
-            {"b": -0.3, "bytes:\\xff": -0.5},
-        ],
-        "text_offset": [2, 3, 3, 4],
-    }
 
 
 def test_prompt_logprobs() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +11,7 @@ from tests.server.reasoner import make_reasoner
 from tests.server.tiny import Running, running
 
 JSON = dict[str, Any]
+CHAT, RESPONSES, MESSAGES, OLLAMA = PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
 HELLO: JSON = {"role": "user", "content": "hello"}
 SCHEMA: JSON = {"type": "object", "properties": {"at": {"type": "integer"}}}
 FUNCTION: JSON = {"name": "look", "description": "Looks.", "parameters": SCHEMA}
@@ -29,92 +30,58 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running,
         yield calling, broken
 
 
-class Dialect(NamedTuple):
-    """How a client asks, and appends a reply to its messages."""
-
-    path: str
-    field: str
-    fields: Callable[[int, bool], JSON]
-    """The fields of a request with this many tokens, and with tools."""
-    appended: Callable[[JSON], list[JSON]]
-    """Return what a client sends of a reply, with results of its calls."""
-
-
-def of_chat(reply: JSON) -> list[JSON]:
-    message = reply["choices"][0]["message"]
-    calls = message.get("tool_calls") or []
-    return [message, *({"role": "tool", "tool_call_id": one["id"], "content": "ok"} for one in calls)]
+def body_of(path: str, count: int, *, has_tools: bool) -> JSON:
+    """Return the fields of a request besides its messages."""
+    body: JSON = {"model": "tiny"}
+    if path == RESPONSES:
+        tools: list[JSON] = [{"type": "function", **FUNCTION}]
+        body |= {"max_output_tokens": count, "store": False}
+    elif path == OLLAMA:
+        tools = [TOOL]
+        body |= {"stream": False, "options": {"num_predict": count}}
+    else:
+        tools = [TOOL] if path == CHAT else [{"name": "look", "input_schema": SCHEMA}]
+        body["max_tokens"] = count
+    return body | ({"tools": tools} if has_tools else {})
 
 
-def of_responses(reply: JSON) -> list[JSON]:
-    calls = [one for one in reply["output"] if one["type"] == "function_call"]
-    outputs = ({"type": "function_call_output", "call_id": one["call_id"], "output": "ok"} for one in calls)
-    return [*reply["output"], *outputs]
-
-
-def of_messages(reply: JSON) -> list[JSON]:
-    results = [
-        {"type": "tool_result", "tool_use_id": one["id"]} for one in reply["content"] if one["type"] == "tool_use"
-    ]
-    said = {"role": "assistant", "content": reply["content"]}
-    return [said, *([{"role": "user", "content": results}] if results else [])]
-
-
-def of_ollama(reply: JSON) -> list[JSON]:
-    calls = reply["message"].get("tool_calls", [])
+def appended(path: str, reply: JSON) -> list[JSON]:
+    """Return what a client sends of a reply in its next request, with results of its calls."""
+    if path == RESPONSES:
+        calls = [one["call_id"] for one in reply["output"] if one["type"] == "function_call"]
+        return [
+            *reply["output"],
+            *({"type": "function_call_output", "call_id": one, "output": "ok"} for one in calls),
+        ]
+    if path == MESSAGES:
+        uses = [one["id"] for one in reply["content"] if one["type"] == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": one} for one in uses]
+        said = {"role": "assistant", "content": reply["content"]}
+        return [said, {"role": "user", "content": results}] if results else [said]
+    message = reply["message"] if path == OLLAMA else reply["choices"][0]["message"]
     return [
-        reply["message"],
-        *({"role": "tool", "tool_name": one["function"]["name"], "content": "ok"} for one in calls),
+        message,
+        *(
+            {"role": "tool", "tool_call_id": one["id"], "content": "ok"}
+            if path == CHAT
+            else {"role": "tool", "tool_name": "look", "content": "ok"}
+            for one in message.get("tool_calls") or []
+        ),
     ]
 
 
-DIALECTS = {
-    "chat": Dialect(
-        "/v1/chat/completions",
-        "messages",
-        lambda count, tools: {"max_tokens": count} | ({"tools": [TOOL]} if tools else {}),
-        of_chat,
-    ),
-    "responses": Dialect(
-        "/v1/responses",
-        "input",
-        lambda count, tools: (
-            {"max_output_tokens": count, "store": False}
-            | ({"tools": [{"type": "function", **FUNCTION}]} if tools else {})
-        ),
-        of_responses,
-    ),
-    "messages": Dialect(
-        "/v1/messages",
-        "messages",
-        lambda count, tools: (
-            {"max_tokens": count} | ({"tools": [{"name": "look", "input_schema": SCHEMA}]} if tools else {})
-        ),
-        of_messages,
-    ),
-    "ollama": Dialect(
-        "/api/chat",
-        "messages",
-        lambda count, tools: (
-            {"stream": False, "options": {"num_predict": count}} | ({"tools": [TOOL]} if tools else {})
-        ),
-        of_ollama,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DIALECTS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_replies_cut_anywhere_are_accepted_as_history(
-    servers: tuple[Running, Running], name: str, with_tools: bool
+    servers: tuple[Running, Running], path: str, with_tools: bool
 ) -> None:
-    one = DIALECTS[name]
+    field = "input" if path == RESPONSES else "messages"
     for server in servers:
         for count in range(1, 7):
-            body = {"model": "tiny", **one.fields(count, with_tools)}
-            reply = server.post(one.path, {**body, one.field: [HELLO]})
+            body = body_of(path, count, has_tools=with_tools)
+            reply = server.post(path, {**body, field: [HELLO]})
             assert reply.status_code == 200, reply.text
-            again = server.post(one.path, {**body, one.field: [HELLO, *one.appended(reply.json()), HELLO]})
+            again = server.post(path, {**body, field: [HELLO, *appended(path, reply.json()), HELLO]})
             assert again.status_code == 200, (count, reply.text, again.text)
 
 
@@ -137,28 +104,21 @@ def test_null_content_and_refusals_of_an_assistant_are_accepted(servers: tuple[R
     assert server.post("/apply-template", user).status_code == 400
 
 
-def texts_of(name: str, reply: JSON) -> str:
-    """Return the text of a whole reply, which has no call."""
-    if name == "chat":
-        message = reply["choices"][0]["message"]
-        assert not message.get("tool_calls") and reply["choices"][0]["finish_reason"] == "stop"
-        return str(message["content"])
-    if name == "responses":
-        kinds = [one["type"] for one in reply["output"]]
-        assert kinds == ["reasoning", "message"]
-        return str(reply["output"][1]["content"][0]["text"])
-    if name == "messages":
-        assert [one["type"] for one in reply["content"]] == ["thinking", "text"] and reply["stop_reason"] == "end_turn"
-        return str(reply["content"][1]["text"])
-    assert "tool_calls" not in reply["message"]
-    return str(reply["message"]["content"])
-
-
-@pytest.mark.parametrize("name", DIALECTS)
-def test_malformed_call_is_all_text_in_a_whole_reply(servers: tuple[Running, Running], name: str) -> None:
-    one = DIALECTS[name]
-    body = {"model": "tiny", **one.fields(20, True), one.field: [HELLO]}
-    assert texts_of(name, servers[1].post(one.path, body).json()).strip() == BROKEN
+@pytest.mark.parametrize("path", PATHS)
+def test_malformed_call_is_all_text_in_a_whole_reply(servers: tuple[Running, Running], path: str) -> None:
+    field = "input" if path == RESPONSES else "messages"
+    reply = servers[1].post(path, {**body_of(path, 20, has_tools=True), field: [HELLO]}).json()
+    if path == RESPONSES:
+        assert [one["type"] for one in reply["output"]] == ["reasoning", "message"]
+        text = reply["output"][1]["content"][0]["text"]
+    elif path == MESSAGES:
+        assert [one["type"] for one in reply["content"]] == ["thinking", "text"]
+        text = reply["content"][1]["text"]
+    else:
+        message = reply["message"] if path == OLLAMA else reply["choices"][0]["message"]
+        assert not message.get("tool_calls")
+        text = message["content"]
+    assert text.strip() == BROKEN
 
 
 def test_stream_of_ollama_loses_nothing_of_a_malformed_call(servers: tuple[Running, Running]) -> None:

@@ -67,14 +67,6 @@ def test_streamed_response_is_stored_as_its_last_event(server: Running) -> None:
     assert server.client.get(f"{PATH}/{last['response']['id']}").json() == last["response"]
 
 
-def test_store_false_is_not_stored(server: Running) -> None:
-    reply = asked(server, input="once", store=False)
-    assert reply["store"] is False
-    refused(server.client.get(f"{PATH}/{reply['id']}"), 404, "id", "response_not_found")
-    answer = server.post(PATH, {"input": "x", "previous_response_id": reply["id"]})
-    refused(answer, 404, "previous_response_id", "previous_response_not_found")
-
-
 def test_stored_response_is_not_streamed_again(server: Running) -> None:
     name = asked(server, input="once")["id"]
     refused(server.client.get(f"{PATH}/{name}?stream=true"), 400, "stream", "unsupported_field")
@@ -185,11 +177,6 @@ def test_key_with_many_small_replies_does_not_remove_large_ones() -> None:
         store.put(1, stored(f"small{index}", 10))
     assert all(store.find(0, f"large{index}") is not None for index in range(3))
     assert store.find(1, "small43") is not None and store.find(1, "small42") is None
-
-
-def test_reply_larger_than_a_body_is_not_stored() -> None:
-    store = ReplyStore(10, 1 << 20, 2000)
-    assert store.put(None, stored("short", 100)) and not store.put(None, stored("long", 2000))
 
 
 def test_store_without_room_says_so(tiny_directory: Path) -> None:

@@ -50,22 +50,3 @@ def test_strict_arguments_follow_the_schema(caller: Running, path: str) -> None:
     for strict in (False, None):
         assert arguments(caller, path, strict=strict, schema=SCHEMA) == {"x": 1}
     assert arguments(caller, path, strict=True, schema={"type": "object"}) == {"x": 1}
-
-
-def test_answer_without_a_call_is_free(caller: Running) -> None:
-    pytest.importorskip("llguidance")
-    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
-    turns = [{"role": "user", "content": "Good evening"}]
-    body: JSON = {"messages": turns, "tools": [tool], "temperature": 0, "max_tokens": 12}
-    loose = {**body, "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}
-    one, two = (caller.post("/v1/chat/completions", asked).json()["choices"][0]["message"] for asked in (body, loose))
-    assert one["content"][:8] == two["content"][:8] != "", "later bytes of this model are no text"
-
-
-def test_schema_that_no_grammar_enforces_is_refused(caller: Running) -> None:
-    pytest.importorskip("llguidance")
-    function = {"name": "f", "parameters": {"type": "object", "not": {"required": ["x"]}}}
-    for strict, status in ((True, 400), (False, 200)):
-        tool = {"type": "function", "function": {**function, "strict": strict}}
-        reply = caller.post("/v1/chat/completions", {"messages": HELLO, "tools": [tool], "max_tokens": 1})
-        assert reply.status_code == status, reply.text

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion_chunk import ChoiceDelta
 
 from nano_inference.server.body import parse
@@ -18,10 +17,9 @@ from nano_inference.server.tools import (
     ToolUse,
     call_deltas,
     is_reported,
-    message_content,
     requested_tools,
 )
-from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning
+from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {
@@ -48,23 +46,6 @@ def named(name: str, **more: Any) -> dict[str, Any]:
 
 
 # ---- requests
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected", "name"),
-    [
-        (None, "auto", None),
-        ("auto", "auto", None),
-        ("none", "none", None),
-        ("required", "required", None),
-        ({"type": "function", "function": {"name": "now"}}, "required", "now"),
-        ({"type": "function", "name": "now"}, "required", "now"),
-    ],
-)
-def test_choices(choice: Any, expected: str, name: str | None) -> None:
-    wanted = some(tools=[WEATHER, NOW], tool_choice=choice)
-    assert (wanted.choice, wanted.name) == (expected, name)
-    assert wanted.parses == (expected != "none") and wanted.must_call == (expected == "required")
 
 
 def test_deprecated_fields_equal_current_ones() -> None:
@@ -155,19 +136,6 @@ def ids() -> Any:
 
 def entry(number: int, name: str, arguments: str) -> dict[str, Any]:
     return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def test_message_content() -> None:
-    both = [entry(0, "weather", '{"city": "Bern"}'), entry(1, "now", "{}")]
-    assert message_content(EVENTS, new_id=ids()) == ("I look.Done", both, "")
-    assert message_content(EVENTS[2:6], new_id=ids()) == (None, both[:1], "")
-    assert message_content([Content("Hi")]) == ("Hi", [], "") and message_content([]) == ("", [], "")
-    assert message_content([Reasoning("a"), Reasoning("b"), Content("c")]) == ("c", [], "ab")
-    assert message_content([Reasoning("a")]) == (None, [], "a")
-    assert message_content(EVENTS[2:4], new_id=ids()) == (None, [entry(0, "weather", '{"city": ')], "")
-    reported = message_content(EVENTS)
-    message = ChatCompletionMessage.model_validate({"role": "assistant", **reported._asdict()})
-    assert message.tool_calls is not None and message.tool_calls[0].type == "function"
 
 
 def test_call_deltas() -> None:
