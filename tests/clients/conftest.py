@@ -10,6 +10,13 @@ import pytest
 from tests.clients.process import Served, serving
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder as slow: they start servers and other programs."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a random Llama with a byte tokenizer, saved by Transformers."""

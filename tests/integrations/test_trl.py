@@ -21,6 +21,7 @@ from tests.server.tiny import running
 
 MISSING = [name for name in ("trl", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)} (pip install '.[examples]')"),
     pytest.mark.filterwarnings("ignore"),  # TRL and its libraries warn about each other
 ]

@@ -16,6 +16,13 @@ from tests.web.fake import TIMEOUT_S, FakeServer, serving
 expect.set_options(timeout=1000 * TIMEOUT_S)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder as slow: most need Chromium."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="package")  # not longer: it occupies this thread's event loop, which other tests need
 def browser() -> Iterator[Browser]:
     """A headless Chromium; without one the tests are skipped (`make browser` installs it)."""
