@@ -78,20 +78,6 @@ def test_completion_defaults(model: ServedModel) -> None:
     assert (call.stream, call.include_usage, call.continuous_usage) == (False, False, False)
 
 
-def test_max_completion_tokens_overrides_max_tokens(model: ServedModel) -> None:
-    assert chat(model, max_tokens=5, max_completion_tokens=6).requests[0].params.max_tokens == 6
-    assert chat(model, max_tokens=5).requests[0].params.max_tokens == 5
-
-
-def test_model_names_and_request_ids(model: ServedModel) -> None:
-    assert completion(model, model="org/tiny-alias").model == "org/tiny-alias"
-    assert completion(model, model="").model == "tiny"
-    assert completion(replace(model, any_name=True), model="gpt-9").model == "gpt-9"
-    assert completion(model, request_id="my-1:2.3_x").id == "cmpl-my-1:2.3_x"
-    assert chat(model, request_id="q").id == "chatcmpl-q"
-    assert completion(model).id != completion(model).id
-
-
 # ---- prompts
 
 

@@ -58,18 +58,6 @@ def test_a_users_special_tokens_stay_text(server: Running) -> None:
     assert counted == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
-def test_reasoning_arrives_in_each_spelling(name: str, server: Running) -> None:
-    assert "(hm)four" in prompt(server, [ASK, {"role": "assistant", "content": "four", name: "hm"}, ASK])
-
-
-@pytest.mark.parametrize("roles", [("system", "system"), ("system", "developer"), ("developer", "system")])
-def test_second_system_message_is_joined(roles: tuple[str, str], server: Running) -> None:
-    first, second = {"role": roles[0], "content": "Be kind."}, {"role": roles[1], "content": "Be short."}
-    assert "<|im_start|>system\nBe kind.\n\nBe short.<|im_end|>" in prompt(server, [first, second, ASK])
-    assert "system\nBe kind.\n\nBe short.<" in prompt(server, [first, ASK, second])
-
-
 def test_instructions_beside_a_developer_item_are_joined(server: Running) -> None:
     """As the Codex CLI sends them."""
     developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import string
@@ -291,25 +290,3 @@ def append_all(got: list[Any], stream: Any) -> list[Any]:
 
 
 # ---- asynchronous client ---------------------------------------------------------------------------------------------
-
-
-def test_asynchronous_client_returns_the_same(server: Running, client: openai.OpenAI) -> None:
-    fields: Any = {"model": "tiny", "max_tokens": 12, "temperature": 0}
-
-    async def request() -> tuple[Any, ...]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            models = [model.id async for model in client.models.list()]
-            completion = await client.completions.create(**fields, prompt="a")
-            chat = await client.chat.completions.create(**fields, messages=HELLO)
-            raw = await client.chat.completions.with_raw_response.create(**fields, messages=HELLO)
-            async with client.chat.completions.stream(**fields, messages=HELLO) as stream:
-                await stream.until_done()
-            final = stream.current_completion_snapshot
-            with pytest.raises(openai.BadRequestError, match="top_p"):
-                await client.completions.create(model="tiny", prompt="a", top_p=2)
-            return models, completion, chat, raw, final
-
-    models, completion, chat, raw, final = asyncio.run(request())
-    assert models == ["tiny"] and raw.request_id
-    assert completion.choices[0].text == client.completions.create(**fields, prompt="a").choices[0].text
-    assert chat.choices[0].message.content == final.choices[0].message.content

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from nano_inference.cli import main
 from nano_inference.server.config import ServerConfig
 from nano_inference.types import ModelError
 from tests.server.mounted import ids
@@ -74,13 +73,6 @@ def test_variables_of_the_template_are_a_json_object(text: str) -> None:
 def test_reserved_variables_of_the_template_end_the_start(tiny_directory: Path) -> None:
     with pytest.raises(ModelError, match=r"^--chat-template-kwargs.tools is reserved"):
         opened(tiny_directory, config(chat_template_kwargs='{"tools": 1}'))
-
-
-def test_a_name_is_no_chat_template(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"chat_template must be the text of a template, or one of .*; 'llama2' is"):
-        ServerConfig(chat_template="llama2")
-    assert main(["serve", "--chat-template", "llama2"]) == 2
-    assert "--chat-template must be the text" in capsys.readouterr().err
 
 
 def test_default_temperature_is_used_unless_a_request_names_one(tiny_directory: Path) -> None:

@@ -221,24 +221,6 @@ def test_thoughts_are_collapsed(chat: ChatDriver, fake: FakeServer) -> None:
     expect(chat.last().locator(".markdown")).to_have_text("Well.")
 
 
-def test_end_token_as_alternative_requests_only_the_beginning(chat: ChatDriver, fake: FakeServer) -> None:
-    fake.info["end_token_ids"] = [200]
-    chat.page.reload()
-    chat.wait_until_ready()
-    answered(chat, fake, "Hello", "One", " two", " three")
-    chat.press("Tokens")
-    chat.page.locator(".tokens .token").nth(2).click()
-    chat.page.get_by_role("button", name='Continue with "A"').click()
-    answer = fake.answer()
-    assert answer.body["answer_token_ids"] == [7, 7] and answer.body["echo"] is True
-    answer.choice({"content": "One two"}, answer_token_ids=[7, 7])
-    assert answer.gone.wait(TIMEOUT_S), "the request is aborted after the beginning"
-    chat.wait_until_idle()
-    expect(chat.last().locator(".body")).to_have_text("One two")
-    expect(chat.last()).to_contain_text("3 tokens")
-    expect(chat.last()).not_to_contain_text("Stopped")
-
-
 def test_answer_that_repeats_itself_ends_by_name(chat: ChatDriver, fake: FakeServer) -> None:
     """The page closes the request; Continue takes the answer up again."""
     chat.type("Hello")

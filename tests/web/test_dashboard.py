@@ -410,14 +410,3 @@ def test_page_is_accessible_and_has_no_layout_shift(
     assert axe_violations(board.page) == []
     board.watch.assert_clean([FAILED])
     context.close()
-
-
-def test_dashboard_works_below_a_path(context: BrowserContext, tiny_directory: Path) -> None:
-    with running(tiny_directory, ServerConfig(port=0, log_requests=False, root_path="/some/where")) as one:
-        board = Board(context, one, path="/some/where/dashboard")
-        board.shows("Live")
-        assert {url.removeprefix(one.url) for url in board.asked} == {
-            f"/some/where/{name}" for name in ("dashboard", "metrics", "load", "health", "info")
-        }
-        assert board.page.get_by_role("link", name="Chat").get_attribute("href") == "/some/where/"
-        board.watch.assert_clean()

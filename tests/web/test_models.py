@@ -51,10 +51,6 @@ def test_another_model_is_loaded_and_answers(context: BrowserContext, url: str) 
     expect(picker).to_have_value("two")
 
 
-def test_one_model_shows_no_choice(chat: ChatDriver) -> None:
-    expect(chat.page.locator("#models")).to_be_hidden()
-
-
 def test_the_chosen_model_is_named_in_requests_and_a_missing_one_is_forgotten(
     context: BrowserContext, fake: FakeServer
 ) -> None:

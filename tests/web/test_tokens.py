@@ -96,27 +96,6 @@ def test_every_token_shows_its_probability_and_alternatives(real: ChatDriver, se
     real.watch.assert_clean()
 
 
-def test_alternative_starts_a_new_version_from_its_position(real: ChatDriver, server: Running) -> None:
-    ask(real)
-    tokens_of(real).nth(4).click()
-    real.page.locator("#alternatives li button:enabled").first.click()
-    expect(real.last()).to_contain_text("2/2")
-    real.wait_until_idle()
-    before, after = answers(real)
-    taken = next(one[0] for one in before["tokens"][4][4] if one[0] != before["tokens"][4][0])
-    assert ids(after)[:5] == [*ids(before)[:4], taken]
-    prompt = server.post("/tokenize", {"messages": [{"role": "user", "content": QUESTION}]}).json()["tokens"]
-    body = {"prompt": [*prompt, *ids(after)[:5]], "seed": before["seed"], **chat_defaults(server)}
-    answered = server.post("/v1/completions", {**body, "return_token_ids": True}).json()["choices"][0]
-    assert ids(after)[5:] == answered["token_ids"], "equals the engine's continuation of these ids"
-    whole = server.post("/detokenize", {"model": "tiny", "tokens": ids(after)}).json()["prompt"]
-    shown = re.sub(r"<\|\w+\|>", "", whole)  # special tokens are not shown
-    assert after["text"].rstrip("\ufffd") == shown.rstrip("\ufffd")
-    tokens_of(real)
-    expect(real.page.locator(".tokens .token.taken")).to_have_attribute("data-index", "4")
-    real.watch.assert_clean()
-
-
 def test_end_token_as_alternative_ends_the_answer(context: BrowserContext, server: Running) -> None:
     """Choosing the end token ends the answer at its position, without sampling."""
     chat = ChatDriver(context, server.url)

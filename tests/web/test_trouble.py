@@ -217,18 +217,6 @@ def test_double_click_on_send_sends_once(chat: ChatDriver, fake: FakeServer) -> 
     expect(chat.page.locator(".message.user")).to_contain_text("2/2")
 
 
-def test_answer_stays_in_its_conversation_after_opening_a_new_one(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.page.fill("#draft", "Hello")
-    chat.page.evaluate(
-        "() => { document.getElementById('send').click(); document.getElementById('new-chat').click(); }"
-    )
-    fake.answer().complete("There")
-    expect(chat.page.locator(NAMES)).to_have_text(["Hello"])
-    chat.page.locator(NAMES).click()
-    expect(chat.last().locator(".body")).to_have_text("There")
-    expect(chat.page.locator(".message.user")).to_contain_text("Hello")
-
-
 def test_deleted_conversation_is_not_saved_again_by_its_answer(chat: ChatDriver, fake: FakeServer) -> None:
     answer = started(chat, fake, "Hello", "Half")
     chat.press("Delete Hello")
@@ -237,27 +225,6 @@ def test_deleted_conversation_is_not_saved_again_by_its_answer(chat: ChatDriver,
     chat.page.reload()
     chat.wait_until_ready()
     expect(chat.page.locator(NAMES)).to_have_count(0)
-
-
-def test_escape_discards_settings_and_stored_ones_are_clamped(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.press("Settings")
-    chat.page.fill("#samples", "5000")
-    chat.page.fill("#set-temperature", "-3")
-    chat.page.keyboard.press("Escape")
-    expect(chat.page.locator("#toasts")).to_contain_text("The changed settings were discarded.")
-    chat.type("Hello")
-    answer = fake.answer()
-    assert "n" not in answer.body and "temperature" not in answer.body
-    answer.complete("Yes")
-    chat.wait_until_idle()
-    wild = json.dumps({"samples": 1e9, "seed": -5, "sampling": {"temperature": 99, "top_k": "x", "max_tokens": 1.7}})
-    chat.page.evaluate("(wild) => localStorage.setItem('nano-inference.settings', wild)", wild)
-    fake.info["max_n"] = 2
-    chat.page.reload()
-    chat.wait_until_ready()
-    chat.type("Again")
-    body = fake.answer().body
-    assert (body["n"], body["seed"], body["temperature"], body["max_tokens"]) == (2, 0, 2, 2) and "top_k" not in body
 
 
 def test_chat_over_plain_http_in_a_local_network(browser: Browser, fake: FakeServer) -> None:

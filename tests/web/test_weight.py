@@ -43,13 +43,6 @@ def test_complete_blocks_are_not_rendered_again(chat: ChatDriver, fake: FakeServ
     expect(body.locator("pre")).to_contain_text("line 199")
 
 
-def test_invisible_messages_are_not_laid_out(chat: ChatDriver, fake: FakeServer) -> None:
-    chat.type("Hello")
-    fake.answer().complete("Yes")
-    chat.wait_until_idle()
-    assert chat.page.evaluate("getComputedStyle(document.querySelector('.message')).contentVisibility") == "auto"
-
-
 def test_page_is_compressed_and_cached(server_url: str) -> None:
     with httpx2.Client(base_url=server_url, timeout=60) as client:
         first = client.get("/", headers={"accept-encoding": "gzip"})
