@@ -34,7 +34,7 @@ from nano_inference.server.log import log_access, record_of
 from nano_inference.server.metrics import CONTENT_TYPE, not_loaded
 from nano_inference.server.model import info
 from nano_inference.server.openapi import openapi
-from nano_inference.server.pages import LATER, Page, load_page, page_response
+from nano_inference.server.pages import LATER, load_page, page_response
 from nano_inference.server.pipeline import Pipeline, json_response
 from nano_inference.server.security import KeyRing
 from nano_inference.server.trainers.routes import ADMIN_PATHS, STREAM_PATHS, rl_routes
@@ -85,7 +85,6 @@ class App:
         self._dialects = dialects
         self._policy = policy
         self._document: asyncio.Task[bytes] | None = None
-        self._pages: dict[str, Page] = {}
         self.routes = self._make_routes()
         self._router = routing.Router(self.routes, redirect_slashes=False)
         self.guard = Guard(self._route, policy, self._on_response, error_bodies(dialects))
@@ -189,9 +188,7 @@ class App:
         """Return the endpoint of a page, or of a file that a page loads; bundled at the first request."""
 
         async def endpoint(request: Request) -> Response:
-            if name not in self._pages:
-                self._pages[name] = load_page(name)
-            return page_response(self._pages[name], request)
+            return page_response(load_page(name), request)
 
         return endpoint
 

@@ -14,7 +14,6 @@ from nano_inference.build import EngineParts, assemble
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.devices import pick_device
-from nano_inference.executors.loading import LoadProgress
 from nano_inference.loading.catalog import catalog_sampling
 from nano_inference.loading.formats import Checkpoint, sampling_defaults
 from nano_inference.loading.kinds import installed_kinds
@@ -38,14 +37,7 @@ CPU_STEP_TOKENS = 256
 token or can be aborted."""
 
 
-def open_model(
-    engine_config: EngineConfig,
-    config: ServerConfig,
-    *,
-    name: str,
-    path: Path,
-    progress: LoadProgress | None = None,
-) -> LoadedModel:
+def open_model(engine_config: EngineConfig, config: ServerConfig, *, name: str, path: Path) -> LoadedModel:
     """Load the model at `path`; it is served as `name` unless `served_model_name` is set.
 
     Raises `ModelError` and `ValueError` as `assemble` does.
@@ -58,7 +50,7 @@ def open_model(
             sampling_defaults(checkpoint)
 
     kinds = installed_kinds()
-    parts = assemble(engine_config, progress, on_open=check, kinds=kinds)
+    parts = assemble(engine_config, on_open=check, kinds=kinds)
     assert parts.checkpoint is not None and parts.executor is not None, "assemble opens a checkpoint"
     assert parts.load_tokenizer is not None, "it has a tokenizer"
     parts.executor.warm_up(lambda done, total: None)

@@ -13,6 +13,7 @@ import re
 from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from posixpath import dirname, join, normpath
@@ -46,6 +47,7 @@ class Page:
     media_type: str
 
 
+@cache
 def load_page(name: str) -> Page:
     """Return the bundled page `web/NAME/page.html`, or the file `NAME` of `LATER`."""
     if name in LATER:

@@ -28,7 +28,7 @@ from nano_inference.server.front.forwarding import DESCRIBE_TIMEOUT_S, fetch_all
 from nano_inference.server.front.servers import LARGE_BODY, LOAD_PATH, Answer, Server, Servers, Target
 from nano_inference.server.model import OWNER, tagged, unknown_model
 from nano_inference.server.openapi import openapi
-from nano_inference.server.pages import LATER, Page, load_page, page_response
+from nano_inference.server.pages import LATER, load_page, page_response
 
 UNLOAD_PATH = "/models/unload"
 STATES = {"stopped": "unloaded", "starting": "loading", "ready": "loaded", "draining": "unloading", "failed": "failed"}
@@ -54,7 +54,6 @@ class Models:
         self._stored, self._listings = stored_paths(dialects), listings(dialects)
         self._started = int(time.time())
         self._openapi: asyncio.Task[dict[str, Any]] | None = None
-        self._pages: dict[str, Page] = {}
         pages = ("/", "/dashboard", "/docs", *(f"/{name}" for name in LATER)) if config.pages else ()
         self.answers: Mapping[str, Answer] = {
             "/openapi.json": self._document,
@@ -194,10 +193,7 @@ class Models:
         return JSONResponse(self._listings[scope["path"]]([json.loads(one) for one in replies.values()], unloaded))
 
     async def _page(self, scope: Scope) -> Response:
-        name = scope["path"].removeprefix("/") or "chat"
-        if name not in self._pages:
-            self._pages[name] = load_page(name)
-        return page_response(self._pages[name], Request(scope))
+        return page_response(load_page(scope["path"].removeprefix("/") or "chat"), Request(scope))
 
     async def _document(self, scope: Scope) -> Response:
         if self._openapi is None:

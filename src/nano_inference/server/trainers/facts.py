@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from starlette.requests import Request
 
@@ -75,8 +74,22 @@ async def _server_info(context: RLContext, request: Request) -> JSON:
     if form != "json":
         raise ApiError(400, f"config_format must be json, got {form[:64]!r}", param="config_format")
     model, limits = context.opened().model, context.opened().model.limits
+    dtype = await context.link.engine.call(lambda engine: engine.weights_dtype())
     return {
-        "vllm_config": await _vllm_config(context),
+        "vllm_config": {  # the parts that trainers read
+            "model_config": {
+                "model": model.name,
+                "served_model_name": model.name,
+                "dtype": f"torch.{dtype}",
+                "max_model_len": limits.max_model_len,
+                "logprobs_mode": f"{context.config.logprobs_mode}_logprobs",
+                "max_logprobs": context.config.max_logprobs,
+            },
+            "weight_transfer_config": {"backend": context.backend},
+            "lora_config": None,
+            "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+            "cache_config": {"block_size": limits.block_size, "num_gpu_blocks": limits.num_blocks},
+        },
         "model_path": model.name,
         "served_model_name": model.name,
         "tp_size": 1,
@@ -85,25 +98,6 @@ async def _server_info(context: RLContext, request: Request) -> JSON:
         "context_length": limits.max_model_len,
         "program_version": nano_inference.__version__,
         **await context.facts(),
-    }
-
-
-async def _vllm_config(context: RLContext) -> dict[str, Any]:
-    """Return the parts of vLLM's configuration that trainers read."""
-    model = context.opened().model
-    return {
-        "model_config": {
-            "model": model.name,
-            "served_model_name": model.name,
-            "dtype": f"torch.{await context.link.engine.call(lambda engine: engine.weights_dtype())}",
-            "max_model_len": model.limits.max_model_len,
-            "logprobs_mode": f"{context.config.logprobs_mode}_logprobs",
-            "max_logprobs": context.config.max_logprobs,
-        },
-        "weight_transfer_config": {"backend": context.backend},
-        "lora_config": None,
-        "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-        "cache_config": {"block_size": model.limits.block_size, "num_gpu_blocks": model.limits.num_blocks},
     }
 
 
