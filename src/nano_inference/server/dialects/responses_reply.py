@@ -287,5 +287,5 @@ class ResponsesReply(Reply[ResponsesOptions]):
             return named_event({"type": "error", **fields}, "error")
         response = from_json(created.removeprefix(b"data: "))["response"]
         failed = {**response, "status": "failed", "error": {"code": "server_error", "message": text}}
-        last = {"type": "response.failed", "response": failed, "sequence_number": number}
+        last: JSON = {"type": "response.failed", "response": failed, "sequence_number": number}
         return named_event(last, last["type"])
