@@ -240,24 +240,6 @@ def test_a_process_that_cannot_be_ended_does_not_keep_its_model_starting(monkeyp
     run(work, "ab", MemoryLimits(1 << 40))
 
 
-def test_each_further_failure_doubles_the_pause_before_the_next_try() -> None:
-    async def work(world: World) -> None:
-        await world.models.open()
-        world.errors["b"] = ["bad"] * 9
-        pauses = []
-        for _ in range(4):
-            world["b"].retry_at = 0.0  # long ago
-            with pytest.raises(ApiError, match="bad"):
-                await world.use("b")
-            pauses.append(world["b"].num_failures)
-        assert pauses == [1, 2, 3, 4] and len(world.started) == 5
-        with pytest.raises(ApiError, match="bad"):
-            await world.use("b")
-        assert len(world.started) == 5
-
-    run(work, "ab", MemoryLimits(1 << 40), retry_after=1000.0)
-
-
 def test_a_client_that_leaves_while_a_model_is_unloaded_does_not_stop_it() -> None:
     async def work(world: World) -> None:
         await world.models.open()

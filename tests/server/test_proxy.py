@@ -15,7 +15,10 @@ import httpx2
 import openai
 import pytest
 
+from nano_inference.server.app import installed_dialects
 from nano_inference.server.config import ServerConfig
+from nano_inference.server.dialect import stream_errors
+from nano_inference.server.errors import ApiError
 from nano_inference.server.front.forwarding import merge
 from tests.server.proxied import Front, proxied
 from tests.server.served import Process
@@ -180,47 +183,23 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event() -> None:
                 list(client.completions.create(model="m", prompt="a", stream=True))
 
 
-def anthropics_error(events: list[Any]) -> Any:
-    (last,) = events
-    return last["error"]["message"] if last["type"] == "error" and last["error"]["type"] == "api_error" else None
-
-
-def responses_error(events: list[Any]) -> Any:
-    (last,) = events
-    return last["message"] if last["type"] == "error" and last["code"] == "server_error" else None
-
-
-def openais_error(events: list[Any]) -> Any:
-    last, done = events
-    return last["error"]["message"] if done == "[DONE]" else None
-
-
-def llamacpps_error(events: list[Any]) -> Any:
-    (last,) = events
-    return last["error"]["message"] if last["error"]["code"] == 500 else None
-
-
 @pytest.mark.parametrize(
-    ("path", "name", "message_of"),
+    ("path", "start", "last"),
     [
-        ("/v1/completions", None, openais_error),
-        ("/v1/chat/completions", None, openais_error),
-        ("/generate", None, openais_error),
-        ("/v1/messages", "error", anthropics_error),
-        ("/v1/responses", "error", responses_error),
-        ("/completion", None, llamacpps_error),
-        ("/chat/completions", None, lambda events: events[0]["error"]),
+        ("/v1/completions", b'data: {"error":{', b"data: [DONE]"),
+        ("/v1/chat/completions", b'data: {"error":{', b"data: [DONE]"),
+        ("/generate", b'data: {"error":{', b"data: [DONE]"),
+        ("/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"api_error"', b"}"),
+        ("/v1/responses", b'event: error\ndata: {"type":"error","code":"server_error"', b"}"),
+        ("/completion", b'data: {"error":{"code":500', b"}"),
+        ("/chat/completions", b'data: {"error": "it died"', b"}"),
+        ("/api/generate", b'{"error":"it died"', b"}"),
     ],
 )
-def test_a_stream_that_is_cut_off_ends_as_its_dialect_does(path: str, name: str | None, message_of: Any) -> None:
+def test_a_stream_that_is_cut_off_ends_as_its_dialect_does(path: str, start: bytes, last: bytes) -> None:
     """Only streams of OpenAI's form end in [DONE]."""
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    with scripted(head + b"5\r\ndata:\r\n") as url, proxied([url]) as front:
-        text = front.client.post(path, json={}).text
-    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
-    assert names == ([] if name is None else [name])
-    events = events_in("\n\n".join(block.partition("\n")[2] if name else block for block in text.split("\n\n")))
-    assert message_of(events) == "the replica that generated this answer died; send the request again"
+    ended = stream_errors(installed_dialects())[path](ApiError(500, "it died", code="replica_died"), b"", 1)
+    assert ended.startswith(start) and b"it died" in ended and ended.rstrip().endswith(last)
 
 
 def test_a_responses_stream_that_is_cut_off_fails_its_response(servers: tuple[Running, Running]) -> None:
