@@ -11,7 +11,6 @@ import pytest
 
 from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.guard import OPEN_PATHS
 from nano_inference.server.security import KeyRing, load_admin_keys, load_keys
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
 from tests.cases import failures
@@ -19,6 +18,7 @@ from tests.server.tiny import Running
 from tests.server.trainer import ok, refused, serving
 
 KEY, ADMIN = "ordinary-key", "admin-key-1"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -93,14 +93,15 @@ def test_a_get_that_changes_something_is_refused_to_a_browser(tiny_directory: Pa
         assert client.get("/flush_cache").status_code == 200
 
 
-def test_only_open_paths_answer_without_a_key(server: Running) -> None:
+def test_security_md_lists_the_routes_that_answer_without_a_key(server: Running) -> None:
+    (text,) = re.findall(r"With keys, every route .*? except (.*?)\)\. ", (ROOT / "SECURITY.md").read_text(), re.DOTALL)
     answering = set()
     for route in server.app.routes:
         path = re.sub(r"\{.*?\}", "x", route.path)
         for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"):
             if server.client.request(method, path).status_code != 401:
                 answering.add((method, path))
-    assert answering == {(method, path) for path in OPEN_PATHS for method in ("GET", "HEAD")}
+    assert answering == {(method, path) for path in re.findall("`(.*?)`", text) for method in ("GET", "HEAD")}
 
 
 def test_command_without_body_is_accepted_and_form_is_refused(server: Running) -> None:
