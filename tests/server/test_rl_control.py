@@ -137,26 +137,6 @@ def test_pause_wait_finishes_running_requests_and_starts_no_other(server: Runnin
     assert len(streams[2].result().completion_tokens) == 200
 
 
-def test_pause_wait_after_pause_keep_finishes_running_requests(server: Running) -> None:
-    stream = Stream(server).started()
-    ok(server.client.post("/pause?mode=keep"))
-    ok(server.client.post("/pause?mode=wait&clear_cache=false"))
-    assert len(stream.result().completion_tokens) == 200 and is_paused(server)
-
-
-def test_resume_ends_a_waiting_pause(server: Running) -> None:
-    with ThreadPoolExecutor() as pool, held(server):
-        stream = Stream(server)
-        assert stream.is_submitted.wait(60)
-        link = server.link
-        waiting = pool.submit(server.client.post, "/pause?mode=wait")
-        until(server, lambda: link.engine.num_commands >= 2)
-        server.on_loop(lambda: asyncio.ensure_future(link.engine.call(lambda engine: engine.resume())))
-        # The engine thread finds all start_three commands in one turn: submit, pause, resume.
-    refused(waiting.result(60), 409, "resumed the engine before it was paused")
-    assert len(stream.result().completion_tokens) == 200
-
-
 @pytest.mark.parametrize("overtaking", [["/resume", "/pause?mode=wait"], ["/pause?mode=keep&clear_cache=false"]])
 def test_waiting_pause_fails_when_overtaken(server: Running, overtaking: list[str]) -> None:
     stream = Stream(server).started()
@@ -173,31 +153,23 @@ def test_waiting_pause_fails_when_overtaken(server: Running, overtaking: list[st
     assert len(stream.result().completion_tokens) == 200
 
 
-@pytest.mark.parametrize("how", ["paused", "asleep", "pausing", "running"])
-def test_drain_aborts_requests_that_cannot_continue(tiny_directory: Path, how: str) -> None:
+@pytest.mark.parametrize(("path", "end"), [("/resume", "length"), ("/sleep?level=1&mode=keep", "abort")])
+def test_drain_aborts_requests_that_cannot_continue(tiny_directory: Path, path: str, end: str) -> None:
     with serving(tiny_directory, max_batch_size=1) as one:
         running = Stream(one).started()
         waiting = Stream(one)
         assert waiting.is_submitted.wait(60)
-        if how == "pausing":
-            one.on_engine(lambda: one.opened.engine.pause("wait", blocking=False))
-        elif how != "running":
-            ok(one.client.post("/sleep?level=1&mode=keep" if how == "asleep" else "/pause?mode=keep"))
+        ok(one.client.post(path))
         one.on_loop(one.link.drain)
-        reasons = running.result().finish_reason, waiting.result().finish_reason
-        ends = {"running": ("length", "length"), "pausing": ("length", "abort")}
-        assert reasons == ends.get(how, ("abort", "abort"))
+        assert (running.result().finish_reason, waiting.result().finish_reason) == (end, end)
         assert running.result().completion_tokens == running.tokens != ()
         until(one, lambda: one.link.num_open == 0)
 
 
-@pytest.mark.parametrize("was_paused", [False, True])
 @pytest.mark.parametrize("another", [False, True])
-def test_disconnect_cancels_a_waiting_pause(server: Running, was_paused: bool, another: bool) -> None:
+def test_disconnect_cancels_a_waiting_pause(server: Running, another: bool) -> None:
     engine, link = server.opened.engine, server.link
     stream = Stream(server).started()
-    if was_paused:
-        ok(server.client.post("/pause?mode=keep&clear_cache=false"))
     with ThreadPoolExecutor() as pool:
         before = Hold(server)
         assert before.is_active.wait(60)
@@ -213,7 +185,7 @@ def test_disconnect_cancels_a_waiting_pause(server: Running, was_paused: bool, a
         until(server, lambda: link.engine.num_commands >= (1 if another else 2))
         after.release()
         assert all(ok(one.result(60)) for one in others)
-    assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another or was_paused)
+    assert server.on_engine(lambda: (engine.is_pausing, engine.is_paused)) == (False, another)
     assert server.on_engine(lambda: link.engine.num_watches) == 0
     ok(server.client.post("/resume"))
     assert len(stream.result().completion_tokens) == 200

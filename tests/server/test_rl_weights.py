@@ -88,9 +88,8 @@ def test_update_from_directory(
     assert ok(server.client.get("/weight_info"))["label"] == "step-1"
 
 
-@pytest.mark.parametrize("pause", [None, "keep&clear_cache=true"])
 def test_running_requests_change_weights_at_one_step_boundary(
-    pause: str | None, server: Running, shelf: Path, tiny_directory: Path
+    server: Running, shelf: Path, tiny_directory: Path
 ) -> None:
     prompts = [(i, 2 * i + 1, 7) for i in range(32)]
     before = [Stream(server, prompt).result().completion_tokens for prompt in prompts[:4]]
@@ -98,12 +97,8 @@ def test_running_requests_change_weights_at_one_step_boundary(
         streams = [Stream(server, prompt) for prompt in prompts]
         assert all(stream.is_submitted.wait(60) for stream in streams)
     assert all(stream.started() for stream in streams)
-    if pause is not None:
-        ok(server.client.post(f"/pause?mode={pause}"))
     reply = ok(server.post("/update_weights_from_disk", {"model_path": "one", "weight_version": 5}))
     assert (reply["weight_version"], reply["version"]) == ("5", 1)
-    if pause is not None:
-        ok(server.client.post("/resume"))
     samples = [stream.result() for stream in streams]
     for stream, sample in zip(streams, samples, strict=True):
         assert sample.finish_reason == "length" and len(stream.tokens) == 200
@@ -118,16 +113,6 @@ def test_running_requests_change_weights_at_one_step_boundary(
         assert sample.completion_tokens[:count] == old[:count] and sample.completion_tokens != old
     after = Stream(server, prompts[0]).result()
     assert after.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", prompts[0], LONG)
-
-
-def test_cached_prompt_is_not_reused_after_an_update(server: Running, shelf: Path, tiny_directory: Path) -> None:
-    prompt = tuple(range(1, 101))
-    for _ in range(2):
-        Stream(server, prompt, SHORT).result()
-    ok(server.post("/update_weights_from_disk", {"model_path": "one", "flush_cache": False}))
-    sample = Stream(server, prompt, SHORT).result()
-    assert sample.num_cached_tokens == 0
-    assert sample.completion_tokens == fresh_tokens(tiny_directory, shelf / "one", prompt, SHORT)
 
 
 def test_sglang_update_may_abort_running_requests(server: Running) -> None:
@@ -544,15 +529,6 @@ def test_a_commit_gives_the_weights_a_version_above_the_installed_one(server: Ru
     refused(server.post("/commit_weight_update", {"version": 0}), 400, "version")
     assert ok(server.post("/commit_weight_update", {"version": 7}))["version"] == 7
     assert set(Stream(server, params=SHORT).result().token_versions) == {7}
-
-
-def test_held_weights_can_be_aborted(server: Running) -> None:
-    old = tokens_of(server)
-    ok(server.post("/update_weights", {"weight_dir": "one", "hold": True}))
-    assert ok(server.post("/abort_weight_update", {}))["aborted"] is True
-    refused(server.post("/commit_weight_update", {}), 400, "no weights are held")
-    assert tokens_of(server) == old
-    assert ok(server.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == 1
 
 
 def test_rejected_weights_are_not_held(steady: Running, shelf: Path) -> None:
