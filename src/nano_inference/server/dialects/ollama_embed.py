@@ -11,12 +11,11 @@ from pydantic import Field
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialect import Route
 from nano_inference.server.dialects.ollama_models import ModelName
-from nano_inference.server.embedding import EmbeddingBody, ask_embedding, embedding_reply
+from nano_inference.server.embedding import EmbeddingBody, EmbeddingReply, ask_embedding
 from nano_inference.server.errors import ApiError, renamed, reworded
 from nano_inference.server.generation import JSON, Generation
 from nano_inference.server.model import ServedModel
 from nano_inference.server.prompts import api_errors
-from nano_inference.server.replies import Reply
 from nano_inference.server.schema import MAX_PROMPTS, Body, Samples
 from nano_inference.server.transcript import Transcript
 from nano_inference.server.translated import as_body
@@ -70,29 +69,24 @@ def _cut(text: str, model: ServedModel) -> list[int]:
         return model.tokenizer.encode(text[: (limit + _SPARE_TOKENS) * model.longest_token])[:limit]
 
 
-class EmbedReply(Reply[EmbeddingBody]):
+class EmbedReply(EmbeddingReply):
     """The vectors of /api/embed, as a list."""
 
     def whole(self) -> JSON:
         times = durations(self.transcripts)
         return {
             "model": self.generation.model,
-            "embeddings": _vectors(self),
+            "embeddings": [entry["embedding"] for entry in super().whole()["data"]],
             **{name: times[name] for name in ("total_duration", "load_duration")},
             "prompt_eval_count": sum(len(request.prompt) for request in self.generation.requests),
         }
 
 
-class EmbeddingsReply(Reply[EmbeddingBody]):
+class EmbeddingsReply(EmbeddingReply):
     """The only vector of /api/embeddings."""
 
     def whole(self) -> JSON:
-        return {"embedding": _vectors(self)[0]}
-
-
-def _vectors(reply: Reply[EmbeddingBody]) -> list[Any]:
-    samples = [transcript.sample for transcript in reply.transcripts if transcript.sample is not None]
-    return [entry["embedding"] for entry in embedding_reply(reply.options, reply.generation.model, samples)["data"]]
+        return {"embedding": super().whole()["data"][0]["embedding"]}
 
 
 def durations(transcripts: Sequence[Transcript]) -> dict[str, int]:
