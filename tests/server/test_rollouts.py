@@ -101,22 +101,6 @@ def test_prompt_is_scored_without_output(rollouts: Running) -> None:
     assert choice["logprobs"]["token_logprobs"][0] is None
 
 
-def test_small_kv_cache_does_not_change_output(rollouts: Running, tiny_directory: Path) -> None:
-    """64 requests in a cache with room for a few: all end with the output that they have alone."""
-    prompts = [[*PROMPT, i] for i in range(64)]
-    asked = {"prompt": prompts, "max_tokens": 40}
-    expected = [one["token_ids"] for one in choices(rollouts, **asked)]
-    config = ServerConfig(port=0, log_requests=False, enable_rl=True)
-    with running(tiny_directory, config, kv_cache_bytes=64 << 10) as narrow:
-        limits = narrow.opened.model.limits
-        assert limits.num_blocks * limits.block_size < 8 * (len(prompts[0]) + 40)
-        reported = choices(narrow, **asked)
-        series = narrow.client.get("/metrics").text
-    assert [one["token_ids"] for one in reported] == expected
-    preempted = [line for line in series.splitlines() if line.startswith("vllm:num_preemptions_total")]
-    assert float(preempted[0].split()[-1]) > 0
-
-
 def test_every_reply_format_has_masks_and_versions(rollouts: Running) -> None:
     span = [{"version": "0", "start": 0, "end": 24, "number": 0}]
     chat = {name: value for name, value in ASK.items() if name != "prompt"} | {
