@@ -48,7 +48,6 @@ OWN_DIALECTS: Mapping[str, Dialect] = {
     "sglang": sglang.DIALECT,
     "llamacpp": llamacpp.DIALECT,
     "ollama": ollama.DIALECT,
-    "embeddings": openai.EMBEDDINGS,
     "tokens": tokens.DIALECT,
 }
 _REJECTIONS = {

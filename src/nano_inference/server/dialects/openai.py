@@ -20,19 +20,16 @@ DIALECT = Dialect(
             summary="Continue a text or token ids.",
         ),
         Route(path="/v1/chat/completions", body=ChatBody, ask=ask_chat, summary="Answer messages.", renders=True),
-    ),
-)
-
-EMBEDDINGS = Dialect(
-    generating=tuple(
-        Route(
-            path=path,
-            body=EmbeddingBody,
-            ask=ask_embedding,
-            reply=EmbeddingReply,
-            summary="Return embedding vectors of texts.",
-            streams=False,
-        )
-        for path in ("/v1/embeddings", "/embeddings")
+        *(
+            Route(
+                path=path,
+                body=EmbeddingBody,
+                ask=ask_embedding,
+                reply=EmbeddingReply,
+                summary="Return embedding vectors of texts.",
+                streams=False,
+            )
+            for path in ("/v1/embeddings", "/embeddings")
+        ),
     ),
 )
