@@ -79,7 +79,7 @@ class QueueLimits:
         ):
             if asked > capacity:
                 raise ApiError(400, f"{what}; this server accepts {capacity} at once", param=param)
-            if share < 1 and asked > (most := quota(share, capacity, 0)):
+            if asked > (most := quota(share, capacity, 0)):
                 text = f"{what}; this server accepts {most} of one client at once (--client-share)"
                 raise ApiError(400, text, param=param)
         if self.num_samples + generation.total_samples > self.max_samples:
@@ -98,7 +98,7 @@ class QueueLimits:
             (self._tokens[name], generation.num_tokens, self.num_tokens, self.max_tokens, "tokens"),
         ):
             most = quota(share, capacity, used - held)
-            if share >= 1 or held + asked <= most:
+            if held + asked <= most:
                 continue
             text = (
                 f"{name.partition(' ')[0]} quota: this client's open requests hold {held} {unit}, the request has "
