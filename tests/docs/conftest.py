@@ -1,9 +1,10 @@
-"""Fixtures of the documentation tests: a directory for each page, and servers for its requests."""
+"""Fixtures of the documentation tests: the directory in which pages' code runs, and servers for its requests."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from nano_inference.loading.catalog import default_cache
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.load import open_model
-from tests.docs.furniture import NANOCHAT_HOME, furnish
 from tests.docs.shell import Command, Place
+from tests.nanochat.tiny import base_meta, write_checkpoint, write_tokenizer
 from tests.server.tiny import Running, make_tiny, running
 from tests.web.chromium import launched
 from tests.web.conftest import context  # noqa: F401  (a fixture)
@@ -32,30 +33,25 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def directory_of(tmp_path_factory: pytest.TempPathFactory, tiny_directory: Path) -> Callable[[str], Path]:
-    """Return the directory of a page's code, made at its first use."""
-    made: dict[str, Path] = {}
-
-    def directory(page: str) -> Path:
-        if page not in made:
-            made[page] = tmp_path_factory.mktemp(Path(page).stem)
-            furnish(made[page], tiny_directory)
-        return made[page]
-
-    return directory
+def home(tmp_path_factory: pytest.TempPathFactory, tiny_directory: Path) -> Path:
+    """Tiny files under the names by which pages call a reader's own: `checkpoint`, `prompts.txt`, ..."""
+    place = tmp_path_factory.mktemp("home")
+    shutil.copytree(tiny_directory, place / "checkpoint")  # a trainer's checkpoint: two layers, 260 tokens
+    (place / "prompts.txt").write_text("What is the capital of France?\nWhat is the capital of Italy?\n")
+    (place / "my.toml").write_text('model = "default"\n')
+    (place / "typo.toml").write_text('model = "default"\n\n[serve]\nprot = 9000\n')
+    write_tokenizer(place / "nanochat" / "tokenizer")
+    for kind in ("base", "chatsft", "chatrl"):
+        write_checkpoint(place / f"nanochat/{kind}_checkpoints/d20", "G4", step=650, meta=base_meta("G4"))
+    flat = place / "path" / "to" / "checkpoint"  # of the first generation, which Transformers knows
+    write_checkpoint(flat, "G0", step=650, meta=base_meta("G0"))
+    write_tokenizer(flat)
+    return place
 
 
 @pytest.fixture(scope="module")  # its engine is not to be there in others' tests
 def tiny_server(tiny_directory: Path) -> Iterator[Running]:
-    """A server of the tiny model, under the default model's name."""
-    config = ServerConfig(port=0, log_requests=False, served_model_name=(SERVED,))
-    with running(tiny_directory, config) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")  # its engine is not to be there in others' tests
-def trained_server(tiny_directory: Path) -> Iterator[Running]:
-    """The same with the trainers' routes."""
+    """A server of the tiny model, under the default model's name, with the trainers' routes."""
     config = ServerConfig(port=0, log_requests=False, enable_rl=True, weight_timeout=20.0, served_model_name=(SERVED,))
     with running(tiny_directory, config) as server:
         yield server
@@ -86,33 +82,14 @@ def succeeded() -> list[Command]:
 
 
 @pytest.fixture
-def place_of(
-    directory_of: Callable[[str], Path],
-    succeeded: list[Command],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> Callable[[str], Place]:
-    """Return the place of a page's code, and go there: its directory is the home, and where the code runs."""
-    cache = default_cache(os.environ).parent
-
-    def url(is_default: bool) -> str:
-        server: Running = request.getfixturevalue("default_server" if is_default else "tiny_server")
-        return server.url
-
-    def place(page: str) -> Place:
-        directory = directory_of(page)
-        monkeypatch.chdir(directory)
-        monkeypatch.setenv("HOME", str(directory))
-        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))  # the default model and the kernels are not made anew
-        monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(directory / NANOCHAT_HOME))
-        monkeypatch.setenv("NO_COLOR", "1")
-        return Place(
-            directory=directory,
-            monkeypatch=monkeypatch,
-            url=url,
-            succeeded=succeeded,
-            forker=lambda: request.getfixturevalue("forker"),
-        )
-
-    return place
+def place(
+    home: Path, succeeded: list[Command], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Place:
+    """Where a page's code runs."""
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(default_cache(os.environ).parent))  # not to make model and kernels anew
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(home / "nanochat"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    return Place(directory=home, monkeypatch=monkeypatch, succeeded=succeeded, fixture=request.getfixturevalue)

@@ -13,9 +13,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 """The pages whose code is executed."""
 LINKING = [*PAGES, ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 
-_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$")
+_BLOCK = re.compile(
+    r"^ *(?P<fence>`{3,})(?P<language>[^`\n]*)\n(?P<text>.*?)^ *(?P=fence) *$", re.DOTALL | re.MULTILINE
+)
 _CODE_SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
-_LINK = re.compile(r"\]\(\s*<?([^\s)>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_LINK = re.compile(r"\]\(\s*<?([^\s)>]+)>?(?:\s+\"[^\"]*\")?\s*\)|^\[[\w-]+\]: (\S+)$", re.MULTILINE)
 _PICTURE = re.compile(r"<(?:img|source)[^>]* src(?:set)?=\"([^\"]+)\"")
 _HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
@@ -43,61 +45,33 @@ def name_of(path: Path) -> str:
 
 def blocks_of(path: Path) -> list[Block]:
     """Return a page's blocks, in order."""
-    return blocks_in(path.read_text(encoding="utf-8"), name_of(path))
-
-
-def blocks_in(text: str, page: str) -> list[Block]:
-    """Return the blocks of a text, in order. A fence that is not closed runs to the end, as it does on the page."""
-    found: list[Block] = []
-    opening: re.Match[str] | None = None
-    start, lines = 0, text.splitlines()
-    for number, line in enumerate([*lines, ""], start=1):
-        fence = _FENCE.match(line)
-        if opening is None:
-            opening, start = fence, number + 1
-            continue
-        is_closing = fence is not None and not fence["info"].strip() and fence["fence"].startswith(opening["fence"])
-        if is_closing or number > len(lines):
-            body = textwrap.dedent("\n".join(lines[start - 1 : number - 1])) + "\n"
-            found.append(Block(page=page, line=start, language=opening["info"].strip(), text=body))
-            opening = None
-    return found
-
-
-def prose_of(text: str) -> str:
-    """Return a page's text without its blocks of code: what links and headings stand in."""
-    kept: list[str] = []
-    opening: re.Match[str] | None = None
-    for line in text.splitlines():
-        fence = _FENCE.match(line)
-        if opening is None and fence is None:
-            kept.append(line)
-        elif opening is None:
-            opening = fence
-        elif fence is not None and not fence["info"].strip() and fence["fence"].startswith(opening["fence"]):
-            opening = None
-    return "\n".join(kept)
+    text = path.read_text(encoding="utf-8")
+    return [
+        Block(
+            page=name_of(path),
+            line=text.count("\n", 0, found.start("text")) + 1,
+            language=found["language"].strip(),
+            text=textwrap.dedent(found["text"]),
+        )
+        for found in _BLOCK.finditer(text)
+    ]
 
 
 def links_in(text: str) -> list[str]:
     """Return where a page's links and images lead, as they are written."""
-    return _LINK.findall(_CODE_SPAN.sub("", prose_of(text)))
-
-
-def images_in(text: str) -> list[str]:
-    """Return the pictures of a page that are written as HTML."""
-    return _PICTURE.findall(prose_of(text))
+    prose = _CODE_SPAN.sub("", _BLOCK.sub("", text))
+    return [one or other for one, other in _LINK.findall(prose)] + _PICTURE.findall(prose)
 
 
 def spans_in(text: str) -> list[str]:
     """Return the code within a page's sentences, each on one line."""
-    return [" ".join(found[0].strip("`").split()) for found in _CODE_SPAN.finditer(prose_of(text))]
+    return [" ".join(found[0].strip("`").split()) for found in _CODE_SPAN.finditer(_BLOCK.sub("", text))]
 
 
 def anchors_in(text: str) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     anchors: set[str] = set()
-    for heading in _HEADING.findall(prose_of(text)):
+    for heading in _HEADING.findall(_BLOCK.sub("", text)):
         plain = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         later = (f"{plain}-{number}" for number in range(1, 99))
         anchors.add(next(one for one in (plain, *later) if one not in anchors))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -24,7 +25,6 @@ import pytest
 from nano_inference.cli import main
 from tests.cli.screen import PATIENCE_S, terminal
 from tests.docs.pages import ROOT, Block
-from tests.warm import Forker
 
 SHOWN_URL = "http://127.0.0.1:8000"
 """Where the pages say that a server listens."""
@@ -55,16 +55,14 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a page's commands run: a directory of its own that is also the home."""
+    """Where a page's commands run."""
 
     directory: Path
     monkeypatch: pytest.MonkeyPatch
-    url: Callable[[bool], str]
-    """The address of a server: of the tiny model, or (True) of the default one."""
     succeeded: list[Command]
-    """What succeeded on any page and shows no output: every page's directory has the same files."""
-    forker: Callable[[], Forker]
-    """Return the process whose forks are servers, and chats in a terminal."""
+    """What succeeded on any page and shows no output."""
+    fixture: Callable[[str], Any]
+    """Return a fixture: `tiny_server`, `default_server`, or `forker`, whose forks are servers and chats."""
 
 
 # ---- reading
@@ -138,7 +136,7 @@ def run_main(command: Command, place: Place) -> str:
             patch.setenv(name, value)
         patch.setattr(sys, "stdin", io.StringIO("Hello\n"))
         words = [str(place.directory / word[2:]) if word.startswith("~/") else word for word in command.words[1:]]
-        words = [place.url(False) if word == SHOWN_URL else word for word in words]
+        words = [place.fixture("tiny_server").url if word == SHOWN_URL else word for word in words]
         with redirect_stdout(stream), redirect_stderr(stream):
             code = main(words)
     is_refusal = command.output is not None and command.output.startswith("nano-inference: ")
@@ -153,7 +151,9 @@ def with_words(*more: str) -> Callable[[Command, Place], str]:
 
 def type_along(command: Command, place: Place) -> str:
     """Run a command in a terminal, type each line at its prompt, leave with Ctrl-D; return what the screen shows."""
-    with terminal(*command.words[1:], forker=place.forker(), rows=50, columns=120, **command.environment) as screen:
+    with terminal(
+        *command.words[1:], forker=place.fixture("forker"), rows=50, columns=120, **command.environment
+    ) as screen:
         for line in command.typed:
             screen.ask(line)
         screen.prompt()
@@ -165,7 +165,7 @@ def type_along(command: Command, place: Place) -> str:
 def start_server(command: Command, place: Place) -> str:
     """Start a server at a free port, read what it says until it is ready, stop it as Ctrl-C does."""
     lines: list[str] = []
-    process = place.forker().start([*command.words[1:], "--port", "0"])
+    process = place.fixture("forker").start([*command.words[1:], "--port", "0"])
     assert process.stderr is not None
     with process.stderr as stderr:
         for line in stderr:
@@ -190,7 +190,8 @@ def send(command: Command, place: Place) -> str:
             assert url is None and word.startswith(SHOWN_URL), f"curl: this test knows no {word}"
             url = word
     assert url is not None
-    address = url.replace(SHOWN_URL, place.url(command.output is not None))
+    server = place.fixture("tiny_server" if command.output is None else "default_server")
+    address = url.replace(SHOWN_URL, server.url)
     reply = httpx2.request(method, address, headers=headers, content=data, timeout=60)
     assert reply.status_code == 200, f"{reply.status_code} {reply.text}"
     return json.dumps(reply.json(), indent=4) + "\n" if command.pipe else reply.text

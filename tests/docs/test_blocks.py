@@ -7,24 +7,21 @@ configuration file that the program takes. `diff`: test_extending.py applies it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nano_inference import InferenceEngine
-from tests.docs.furniture import DEFAULT_MODEL, TRAINED
 from tests.docs.pages import PAGES, Block, blocks_of, name_of, spans_in
 from tests.docs.shell import SHOWN_URL, Place, command_of, commands_of, execute, execute_block, is_default
-from tests.server.tiny import Running
 
+pytestmark = pytest.mark.slow
 SHELL = ("bash", "console")
 SHOWN_PORT = "29511"
 """The port at which the pages let trainer and server meet."""
 SPANS = ("python ", "nano-inference ", "make ", "pip install ")
-
-PlaceOf = Callable[[str], Place]
 
 
 def marked(name: str, value: Any, *, with_model: bool) -> Any:
@@ -44,8 +41,9 @@ def shell_blocks() -> Iterator[Any]:
 def python_pages() -> Iterator[Any]:
     """Yield every page that has Python."""
     for path in PAGES:
-        if any(block.language == "python" for block in blocks_of(path)):
-            yield marked(name_of(path), path, with_model=name_of(path) in DEFAULT_MODEL)
+        texts = [block.text for block in blocks_of(path) if block.language == "python"]
+        if texts:
+            yield marked(name_of(path), path, with_model='"default"' in "".join(texts))
 
 
 def check(block: Block, place: Place) -> None:
@@ -89,19 +87,16 @@ def free_port() -> str:
 
 
 @pytest.mark.parametrize("block", list(shell_blocks()))
-def test_a_block(block: Block, place_of: PlaceOf) -> None:
-    check(block, place_of(block.page))
+def test_a_block(block: Block, place: Place) -> None:
+    check(block, place)
 
 
 @pytest.mark.parametrize("page", list(python_pages()))
-def test_a_pages_python(page: Path, place_of: PlaceOf, request: pytest.FixtureRequest) -> None:
-    name = name_of(page)
-    place_of(name)
+def test_a_pages_python(page: Path, place: Place) -> None:
     blocks = [block for block in blocks_of(page) if block.language == "python"]
     replaced = {SHOWN_PORT: free_port()}
     if any(SHOWN_URL in block.text for block in blocks):
-        server: Running = request.getfixturevalue("trained_server" if name in TRAINED else "tiny_server")
-        replaced[SHOWN_URL] = server.url
+        replaced[SHOWN_URL] = place.fixture("tiny_server").url
     run_python(blocks, {"__name__": "__main__"}, replaced)
 
 
@@ -115,9 +110,9 @@ def spans() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("text", list(spans()))
-def test_a_command_within_a_sentence_has_these_options(text: str, place_of: PlaceOf) -> None:
+def test_a_command_within_a_sentence_has_these_options(text: str, place: Place) -> None:
     if text.startswith("nano-inference ") and "--help" not in text:
         text += " --print-config"
     command = command_of(text)
     assert command is not None
-    execute(command, place_of("docs/index.md"))
+    execute(command, place)

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from scripts.architecture import PICTURE, drawn
-from tests.docs.pages import DOCS, LINKING, ROOT, anchors_in, images_in, links_in, name_of, spans_in
+from tests.docs.pages import DOCS, LINKING, ROOT, anchors_in, links_in, name_of, spans_in
 
 HOME = ROOT / "src" / "nano_inference"
 ROOTS = (ROOT, HOME, HOME / "executors" / "cpu", HOME / "nanochat", ROOT / "docs", ROOT / "benchmarks" / "reliability")
@@ -46,15 +46,13 @@ def leads(link: str, text: str, page: Path) -> bool:
 @pytest.mark.parametrize("page", LINKING, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    broken = [one for one in (*links_in(text), *images_in(text)) if not is_external(one) and not leads(one, text, page)]
+    broken = [one for one in links_in(text) if not is_external(one) and not leads(one, text, page)]
     assert broken == []
 
 
 def test_every_image_is_shown() -> None:
     texts = {page: page.read_text(encoding="utf-8") for page in LINKING}
-    shown = {
-        (page.parent / one).resolve() for page, text in texts.items() for one in (*links_in(text), *images_in(text))
-    }
+    shown = {(page.parent / one).resolve() for page, text in texts.items() for one in links_in(text)}
     assert {path.resolve() for path in (ROOT / "docs" / "images").iterdir()} <= shown
 
 

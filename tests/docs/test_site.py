@@ -19,6 +19,7 @@ from playwright.sync_api import BrowserContext
 
 from tests.docs.pages import DOCS, ROOT, blocks_of, name_of
 
+pytestmark = pytest.mark.slow
 CONFIG = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
 CUT_OFF = """() => [...document.querySelectorAll("pre, pre > code")]
     .filter(one => one.scrollWidth > one.clientWidth + 1)
