@@ -36,23 +36,6 @@ assert asked != cut
 body = {"messages": [{"role": "user", "content": "x"}], "epsilon_cutoff": 0.1}
 assert ChatBody.model_validate(body).epsilon_cutoff == 0.1
 """
-ON_RANKS = """
-import sys
-sys.path.insert(0, ".")
-import torch
-from random import Random
-from nano_inference.executors.sampling import draw
-from nano_inference.types import SamplingParams
-from tests.parallel.test_vocabulary import drawn, row
-rows = [
-    one._replace(params=SamplingParams(temperature=2.0, epsilon_cutoff=cutoff))
-    for one, cutoff in zip([row(number, Random(1)) for number in range(9)], [0, 0.002, 0.01] * 3)
-]
-logits = torch.randn(9, 1100, generator=torch.Generator().manual_seed(1)) * 3
-plain = draw(logits.clone(), [one._replace(params=SamplingParams(temperature=2.0)) for one in rows])
-right, mine = draw(logits.clone(), rows), drawn(logits, rows, 2)[0]
-assert [one.tokens for one in mine] == [one.tokens for one in right] != [one.tokens for one in plain]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +58,13 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "code", "error"),
     [
         (("-c", IN_PYTHON), 0, ""),
-        (("-c", ON_RANKS), 0, ""),
         (
             ("-m", "nano_inference", "generate", "1+1", "--model", "calculator", "--epsilon-cutoff", "2"),
             2,
             "nano-inference: --epsilon-cutoff must be in [0, 1], got 2.0\n",
         ),
     ],
-    ids=["python and a body", "ranks", "command line"],
+    ids=["python and a body", "command line"],
 )
 def test_the_option_works(changed: Path, arguments: tuple[str, ...], code: int, error: str) -> None:
     environment = os.environ | {"PYTHONPATH": str(changed)}
