@@ -14,7 +14,7 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nano_inference import EngineConfig, InferenceEngine, weights_checksum
-from nano_inference.rl.trl import use_engine
+from nano_inference.rl.trl import ExactLogprobs, use_engine
 from nano_inference.server.config import ServerConfig
 from nano_inference.types import LogprobsMode
 from tests.server.tiny import running
@@ -192,6 +192,42 @@ def test_ratios_do_not_depend_on_the_engines_logprobs_mode(
         trainer.train()
     least, most = ratios_of(trainer)
     assert options.get("top_p", 1.0) - 1e-5 <= least <= most <= 1 + 1e-5
+
+
+EXACT: dict[str, Any] = {**SMALL, "max_completion_length": 16, "learning_rate": 1e-3, "num_iterations": 2}
+METRIC = "sampling/sampling_logp_difference"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "GRPO with adapters", "GRPO, plain"])
+def test_exact_values_have_ratios_of_exactly_1(kind: str, model_path: Path, tokenizer: Any, tmp_path: Path) -> None:
+    import trl
+    from peft import LoraConfig
+
+    name = kind[:4]
+    is_plain = kind.endswith("plain")
+    options = {**EXACT, "max_steps": 20, "temperature": 0.8, "top_p": 1.0 if is_plain else 0.9, "beta": 0.04}
+    config = getattr(trl, f"{name}Config")(str(tmp_path), **options)
+    bases = (getattr(trl, f"{name}Trainer"),) if is_plain else (ExactLogprobs, getattr(trl, f"{name}Trainer"))
+    more = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])} if "adapters" in kind else {}
+    model = transformers.LlamaForCausalLM.from_pretrained(model_path)
+    trainer = type("Trainer", bases, {})(model, sums, config, data(40), None, tokenizer, **more)
+    with open_engine(model_path) as engine, engine.copy() as reference:
+        use_engine(trainer, engine, None if is_plain else reference)
+        trainer.train()
+    log = trainer.state.log_history[:-1]
+    kls = [entry["kl"] for entry in log if "kl" in entry]
+    assert len(log) == 20 and max(kls) > 0
+    if name == "GRPO":  # RLOO has no such metric
+        generated = [entry for entry in log if f"{METRIC}/max" in entry]
+        differences = {entry[f"{METRIC}/{kind}"] for entry in generated for kind in ("mean", "max")}
+        assert len(generated) == 10 and (0.0 not in differences if is_plain else differences == {0.0})
+    if not is_plain:
+        assert kls[0] == 0.0
+    if name == "GRPO" and not is_plain:
+        ratios = [entry for entry in log if "sampling/importance_sampling_ratio/min" in entry]
+        names = ("sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max")
+        assert {entry[one] for entry in ratios for one in names} == {1.0}
 
 
 @pytest.mark.parametrize("mode", ["raw", None])

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from nano_inference.engine import InferenceEngine
+from nano_inference.rl.exact import exact_executor, with_values
 from nano_inference.types import SamplingParams, TrainingSample
 
 _WRAPPER = "_checkpoint_wrapped_module."  # prefix of parameters whose activations are checkpointed
@@ -36,11 +39,34 @@ class EngineGeneration:
         if getattr(trainer.args, "vllm_structured_outputs_regex", None) is not None:
             raise ValueError("vllm_structured_outputs_regex is not supported by this backend")
         self.engine, self._trainer = engine, trainer
-        self._params = sampling_params(trainer.args)
+        self.params = sampling_params(trainer.args)
+        self._installed: tuple[Any, ...] | None = None  # `_state` of the weights in the engine
 
     def sync_weights(self) -> None:
         """Install the trainer's weights; adapters of PEFT are merged for the duration."""
         self.engine.update_weights(self.named_weights(), blocking=True)
+        self._installed = self._state()
+
+    def sync_changes(self) -> None:
+        """Install the trainer's weights if a step of the optimizer, or anything else, has changed them."""
+        if self._installed is None or self._installed != self._state():
+            self.sync_weights()
+
+    def is_reference(self, model: Any) -> bool:
+        """Return whether a model is the trainer's reference: another one, or its own with the adapters off."""
+        model = self._trainer.accelerator.unwrap_model(model)
+        if model is not self._trainer.accelerator.unwrap_model(self._trainer.model):
+            return True
+        if not hasattr(model, "get_model_status"):
+            return False
+        status = model.get_model_status()
+        return status.enabled is not True or status.active_adapters == ["ref"]
+
+    def _state(self) -> tuple[Any, ...]:
+        """Return the step (fused optimizers change no counter), the engine's version and torch's counters."""
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        counters = [(one.data_ptr(), one._version) for one in model.parameters() if one.requires_grad]
+        return (self._trainer.state.global_step, self.engine.weight_info().version, *counters)
 
     def named_weights(self) -> Generator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the trainer's model under the names of its checkpoint."""
@@ -73,7 +99,7 @@ class EngineGeneration:
         groups = [(prompt, len(list(run))) for prompt, run in groupby(map(list, prompts))]
 
         def together() -> list[TrainingSample]:
-            asked = [self.engine.add_request(prompt, self._params, count, for_call=True) for prompt, count in groups]
+            asked = [self.engine.add_request(prompt, self.params, count, for_call=True) for prompt, count in groups]
             pending = set(asked)
             while pending:
                 pending -= set(self.engine.wait_for_any(pending))
@@ -86,14 +112,61 @@ class EngineGeneration:
         return [list(prompt) for prompt in prompts], ids, logprobs, [[[token] for token in row] for row in ids]
 
 
-def use_engine(trainer: Any, engine: InferenceEngine) -> EngineGeneration:
+class ExactLogprobs:
+    """Mixin for TRL's GRPO and RLOO trainers: log-probabilities are the engine's, bit for bit, gradients TRL's own.
+
+    `class Trainer(ExactLogprobs, GRPOTrainer)`, then `use_engine(trainer, engine)`: importance ratios of a first inner
+    step are exactly 1. `use_engine(..., reference=engine.copy())` scores the reference model, so that a KL starts at 0.
+    """
+
+    engine_backend: EngineGeneration | None = None  # set by `use_engine`
+    engine_reference: InferenceEngine | None = None
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return TRL's log-probabilities [B, logits_to_keep] with the engine's values."""
+        inner = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        logps, entropies, aux_loss = inner(model, input_ids, attention_mask, logits_to_keep, *args, **options)
+        backend = self.engine_backend
+        if backend is None:
+            raise ValueError("call use_engine(trainer, engine) before training")
+        if backend.is_reference(model):
+            engine = self.engine_reference
+            if engine is None:
+                return logps, entropies, aux_loss
+        else:
+            engine = backend.engine
+            backend.sync_changes()
+        texts = [ids[mask == 1].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
+        answer_mask = attention_mask[:, -logits_to_keep:] == 1
+        starts = [len(text) - int(size) for text, size in zip(texts, answer_mask.sum(1), strict=True)]
+        found = engine.score(texts, starts, temperature=cast(Any, self).temperature)
+        values = logps.detach().clone()
+        values[answer_mask] = torch.tensor([value for row in found for value in cast(list[float], row)]).to(values)
+        return with_values(logps, values), entropies, aux_loss
+
+
+def use_engine(trainer: Any, engine: InferenceEngine, reference: InferenceEngine | None = None) -> EngineGeneration:
     """Make a trainer of TRL generate with an engine, and correct for its log-probabilities; return the backend.
 
-    The trainer must have been made with `use_vllm=False`. Raises `ValueError` as `EngineGeneration` does.
+    The trainer must have been made with `use_vllm=False`. `reference` is the engine of the reference model, for a
+    trainer with `ExactLogprobs`. Raises `ValueError` as `EngineGeneration` does.
     """
     if trainer.use_vllm:
         raise ValueError("use_vllm must be False: the engine takes vLLM's place")
     backend = EngineGeneration(engine, trainer)
+    if isinstance(trainer, ExactLogprobs):
+        for one in (engine, reference):
+            if one is not None:
+                exact_executor(one)
+        if backend.params.repetition_penalty != 1:
+            raise ValueError("repetition_penalty must be 1: TRL's own log-probabilities do not have it")
+        # Of the whole distribution at the trainer's temperature, as TRL's: without what top-p, top-k and min-p exclude.
+        backend.params = replace(backend.params, logprobs_mode="tempered")
+        trainer.engine_backend, trainer.engine_reference = backend, reference
+    elif reference is not None:
+        raise ValueError("reference: the trainer's class must have ExactLogprobs")
     trainer.vllm_generation = backend
     # In the mode "server" TRL takes the context length from the model's configuration, not from vLLM. The last name has
     # no public form: TRL sets it together with its own backend.
