@@ -7,7 +7,11 @@ further learning is by reward alone, 1 for a correct answer and 0 otherwise:
     python examples/grpo.py --seed 0 --plot grpo.png
 
 Each output line is a step: the mean reward, and the difference between the engine's and the trainer's
-log-probabilities of the sampled tokens, with the same weights. With `--in-flight` the next batch is generated during
+log-probabilities of the sampled tokens, with the same weights. It is 0: the trainer's values are the engine's, computed
+anew after the update (`nano_inference.rl.exact`), and a first inner step in which one bit differs ends the program.
+With `--plain` they are Transformers', and the difference is what two correct programs have.
+
+With `--in-flight` the trainer is plain, too. The next batch is generated during
 training, and updates are committed in the middle of it: samples that span an update have tokens of two versions. Their
 K/V is kept, so tokens after the update attend to K/V of older weights, which the trainer does not have; the column
 "after" is the difference there. With `--in-flight recompute` the K/V is recomputed, and the difference vanishes.
@@ -26,7 +30,7 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from nano_inference import EngineConfig, InferenceEngine, RayFleet, RolloutPool, SamplingParams, TrainingSample
+from nano_inference.rl.exact import Policy, train_logprobs
 
 VOCABULARY = "_$0123456789+="
 """One token per character: the first is padding, the second ends an answer."""
@@ -111,7 +116,8 @@ def on_policy(engine: Engine, args: argparse.Namespace) -> Rollouts:
     rng, params = random.Random(args.seed), SamplingParams(temperature=args.temperature, max_tokens=MAX_ANSWER)
     while True:
         problems = [problem(rng) for _ in range(args.prompts)]
-        yield problems, engine.generate([encode(p.prompt) for p in problems], params, args.group)
+        seeded = [replace(params, seed=rng.getrandbits(32)) for _ in problems]
+        yield problems, engine.generate([encode(p.prompt) for p in problems], seeded, args.group)
 
 
 def in_flight(engine: InferenceEngine, args: argparse.Namespace) -> Rollouts:
@@ -161,8 +167,43 @@ def compare(difference: Tensor, mask: Tensor, versions: Tensor) -> dict[str, flo
     return {"mean": before.mean().item(), "max": before.max().item(), "after": mean_after}
 
 
+def rewards_of(problems: list[Problem], samples: list[TrainingSample], group: int) -> Tensor:
+    """Return 1 for each correct answer, else 0; [problems, group]."""
+    right = [list(s.completion_tokens) == encode(problems[i // group].answer) for i, s in enumerate(samples)]
+    return torch.tensor(right).float().view(-1, group)
+
+
+def train_exact(
+    model: LlamaForCausalLM, engine: Engine, scorer: InferenceEngine, args: argparse.Namespace
+) -> list[dict[str, float]]:
+    """Run the steps with the engine's own log-probabilities; return the printed row of each.
+
+    `scorer` computes them: the engine that samples, or one beside a pool.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+    policy, log = Policy(scorer, model, optimizer), []
+    rollouts = on_policy(engine, args)
+    print("step  reward  |engine - trainer| mean      max", flush=True)
+    for step in range(args.steps):
+        problems, samples = next(rollouts)
+        rewards = rewards_of(problems, samples, args.group)
+        _, mask, old, _ = pack(samples)
+        for epoch in range(args.epochs):
+            policy.sync()
+            new = train_logprobs(policy, samples, temperature=args.temperature)
+            if epoch == 0:
+                assert torch.equal(new, old[mask]), "sampler and trainer differ: stale weights, or another distribution"
+            improve(optimizer, policy_loss(torch.zeros_like(old).masked_scatter(mask, new), old, mask, rewards))
+        policy.sync()
+        if engine is not scorer:
+            engine.update_weights(model.named_parameters(), version=step + 1, blocking=True)
+        log.append({"reward": rewards.mean().item(), "spanning": 0, "mean": 0.0, "max": 0.0})
+        print(f"{step:4} {log[-1]['reward']:7.3f}                {0:.1e}  {0:.1e}", flush=True)
+    return log
+
+
 def train(model: LlamaForCausalLM, engine: Engine, args: argparse.Namespace) -> list[dict[str, float]]:
-    """Run the steps; return the printed row of each."""
+    """Run the steps with Transformers' log-probabilities; return the printed row of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     how = {"blocking": False, "on_running": args.in_flight} if args.in_flight else {"blocking": True}
     rollouts = (
@@ -174,8 +215,7 @@ def train(model: LlamaForCausalLM, engine: Engine, args: argparse.Namespace) -> 
         problems, samples = next(rollouts)
         for s in samples:
             assert step - bool(args.in_flight) <= s.weight_version <= max(s.token_versions) <= step
-        right = [list(s.completion_tokens) == encode(problems[i // args.group].answer) for i, s in enumerate(samples)]
-        rewards = torch.tensor(right).float().view(-1, args.group)
+        rewards = rewards_of(problems, samples, args.group)
         tokens, mask, old, versions = pack(samples)
         theirs = torch.zeros_like(old)
         for version in versions[mask].unique().tolist():
@@ -194,12 +234,14 @@ def train(model: LlamaForCausalLM, engine: Engine, args: argparse.Namespace) -> 
     return log
 
 
-def open_engine(path: str, args: argparse.Namespace) -> AbstractContextManager[Engine]:
-    """Open one engine, or a pool of `--replicas`."""
+def run(model: LlamaForCausalLM, path: str, args: argparse.Namespace) -> list[dict[str, float]]:
+    """Train with one engine, or with a pool of `--replicas`."""
     config = EngineConfig(model_path=path, seed=args.seed, max_batch_size=args.prompts * args.group, **ENGINE)
-    if args.replicas == 1:
-        return InferenceEngine(config)
-    return RolloutPool(RayFleet(config, args.replicas), seed=args.seed)
+    with InferenceEngine(config) as engine:
+        if args.replicas == 1:
+            return train(model, engine, args) if args.plain else train_exact(model, engine, engine, args)
+        with RolloutPool(RayFleet(config, args.replicas), seed=args.seed) as pool:
+            return train(model, pool, args) if args.plain else train_exact(model, pool, engine, args)
 
 
 def report(log: list[dict[str, float]], columns: dict[str, str], args: argparse.Namespace, **more: float) -> None:
@@ -210,7 +252,7 @@ def report(log: list[dict[str, float]], columns: dict[str, str], args: argparse.
     left.set(title="mean reward", xlabel="step")
     for name, label in columns.items():
         right.plot([row[name] for row in log], label=label.replace("_", " "))
-    right.set_yscale("log", nonpositive="mask")
+    right.set_yscale("symlog", linthresh=1e-8)
     right.set(title="|engine's logprob - trainer's|", xlabel="step")
     right.legend()
     args.plot.parent.mkdir(parents=True, exist_ok=True)
@@ -250,16 +292,16 @@ def main() -> None:
     parser.add_argument(
         "--in-flight", **modes, help="update while samples are generated: keep their K/V, or recompute it"
     )
+    parser.add_argument("--plain", action="store_true", help="train with Transformers' log-probabilities")
     parser.add_argument("--epochs", type=int, default=2, help="optimizer steps per batch")
     parser.add_argument("--replicas", type=int, default=1, help="engines that generate samples; several need Ray")
     args = parser.parse_args()
+    args.plain |= bool(args.in_flight)  # samples that span an update have no one model's log-probabilities
     if args.replicas > 1 and args.in_flight:
         parser.error("--in-flight drives the steps of one engine and cannot be combined with --replicas")
     with tempfile.TemporaryDirectory() as temporary:
         path = str(args.cache or temporary)
-        model = warm_model(path, args.pretraining)
-        with open_engine(path, args) as engine:
-            log = train(model, engine, args)
+        log = run(warm_model(path, args.pretraining), path, args)
     columns = {"mean": "mean", "max": "max"} | ({"after": "mean_after_an_update"} if args.in_flight else {})
     report(log, columns, args, spanning=sum(row["spanning"] for row in log))
 
