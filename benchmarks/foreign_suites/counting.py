@@ -9,7 +9,7 @@ import pytest
 
 
 class Counting:
-    """Outcomes of one run. Used by pytest's one thread."""
+    """Outcomes of one run."""
 
     def __init__(self) -> None:
         self.failures: dict[str, str] = {}
@@ -17,12 +17,10 @@ class Counting:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome of a case; a failed set-up fails it."""
-        if report.skipped or (report.when != "call" and not report.failed):
-            return
-        crash = getattr(report.longrepr, "reprcrash", None)
-        text = (crash.message if crash is not None else str(report.longrepr)) if report.failed else ""
-        if not self.failures.get(report.nodeid):
-            self.failures[report.nodeid] = (text.strip().splitlines() or [""])[0][:160] if report.failed else ""
+        if report.failed or (report.when == "call" and not report.skipped):
+            crash = getattr(report.longrepr, "reprcrash", None)
+            text = (crash.message if crash is not None else str(report.longrepr)) if report.failed else ""
+            self.failures[report.nodeid] = self.failures.get(report.nodeid) or text.strip().partition("\n")[0][:160]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the counts."""
@@ -33,10 +31,10 @@ class Counting:
         for name, error in functions.items():
             if error:
                 terminalreporter.write_line(f"FAILED {name}: {error}")
-        counts = [(sum(not error for error in part.values()), len(part)) for part in (functions, self.failures)]
-        terminalreporter.write_line(
-            f"{counts[0][0]} of {counts[0][1]} functions, {counts[1][0]} of {counts[1][1]} cases"
+        (good, whole), (passed, cases) = (
+            (sum(not error for error in part.values()), len(part)) for part in (functions, self.failures)
         )
+        terminalreporter.write_line(f"{good} of {whole} functions, {passed} of {cases} cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,6 @@
 """Stand-in for llama.cpp's `llama-server`: starts `nano-inference serve` with the counterparts of its options.
 
-The environment has NANO_MODEL (a GGUF file) and NANO_PYTHON (an interpreter with the package).
+The environment has NANO_MODEL, a GGUF file.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def _named(given: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    command = [os.environ["NANO_PYTHON"], "-m", "nano_inference", "serve", "--model", os.environ["NANO_MODEL"]]
+    command = [sys.executable, "-m", "nano_inference", "serve", "--model", os.environ["NANO_MODEL"]]
     os.execv(command[0], [*command, *DEFAULTS, *options(sys.argv[1:])])

@@ -38,21 +38,20 @@ def main() -> int:
     parser.add_argument("suite", type=Path, help="llama.cpp's sources")
     parser.add_argument("model", type=Path, help="stories260K as a GGUF file")
     parser.add_argument("--only", default="", help="part of a file's name")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter with the packages above")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "tools" / "server" / "tests"
         shutil.copytree(given.suite / "tools" / "server" / "tests", home)
         shutil.copytree(given.suite / "models" / "templates", Path(folder) / "models" / "templates")
         program = Path(folder) / "llama-server"
-        program.write_text(f'#!/bin/sh\nexec "{given.python}" "{HERE / "llama_server.py"}" "$@"\n', encoding="utf-8")
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE / "llama_server.py"}" "$@"\n', encoding="utf-8")
         program.chmod(0o755)
         names = {"LLAMA_SERVER_BIN_PATH": str(program), "NANO_MODEL": str(given.model.resolve())}
         path = os.pathsep.join([str(HERE), str(ROOT / "src")])
-        environment = os.environ | names | {"NANO_PYTHON": given.python, "PYTHONPATH": path}
+        environment = os.environ | names | {"PYTHONPATH": path}
         options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "llamacpp_plugin", "-p", "counting"]
         chosen = [name for name in FILES if given.only in name]
-        command = [given.python, "-m", "pytest", *options, "--timeout", "90", *chosen]
+        command = [sys.executable, "-m", "pytest", *options, "--timeout", "90", *chosen]
         done = subprocess.run(command, cwd=home, env=environment, check=False)
     return 0 if done.returncode in (0, 1) else 2
 

@@ -16,20 +16,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from openai_replies import fill_in
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+from harness import serving  # noqa: E402
+
 FILES = (
     *("chat/test_completions.py", "test_completions.py", "test_embeddings.py", "test_models.py"),
     *("test_responses.py", "responses/test_input_items.py", "responses/test_input_tokens.py"),
@@ -39,8 +36,7 @@ WITHOUT_ROUTE = "(completions and (retrieve or update or list or delete)) or (mo
 """Methods that no route of the server answers: of stored chats, deleted models, responses in the background."""
 CHOSEN = f"not (path_params or {WITHOUT_ROUTE})"
 """Nor is a parameter that the client refuses itself a test of the server."""
-OPTIONS = ("--any-model", "--n-predict", "16", "--max-model-len", "1024", "--no-log-requests", "--insecure")
-START_S = 120.0
+OPTIONS = ("--any-model", "--n-predict", "16", "--max-model-len", "1024", "--insecure")
 CONFIG = "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = session\n"
 
 
@@ -49,47 +45,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", type=Path, help="the unpacked sources")
     parser.add_argument("--only", default="", help="part of a file's name")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter with the packages above")
     given = parser.parse_args()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT / "src")])}
     options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "counting", "--timeout", "240", "-k", CHOSEN]
-    with tempfile.TemporaryDirectory() as folder, serving(given.python, environment) as url:
+    with tempfile.TemporaryDirectory() as folder, serving("default", OPTIONS) as (port, _):
         shutil.copytree(given.suite / "tests", Path(folder) / "tests")
         (Path(folder) / "pytest.ini").write_text(CONFIG, encoding="utf-8")
         paths = [f"tests/api_resources/{name}" for name in FILES if given.only in name]
         for path in paths:
             if "responses" in path:
                 fill_in(Path(folder) / path)
-        command = [given.python, "-m", "pytest", *options, *paths]
-        done = subprocess.run(command, cwd=folder, env=environment | {"TEST_API_BASE_URL": url}, check=False)
+        command = [sys.executable, "-m", "pytest", *options, *paths]
+        environment = {"PYTHONPATH": str(HERE), "TEST_API_BASE_URL": f"http://127.0.0.1:{port}/v1"}
+        done = subprocess.run(command, cwd=folder, env=os.environ | environment, check=False)
     return 0 if done.returncode in (0, 1) else 2
-
-
-@contextmanager
-def serving(python: str, environment: dict[str, str]) -> Iterator[str]:
-    """Serve the default model while the block runs; yield the URL of its routes."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [python, "-m", "nano_inference", "serve", "--model", "default", "--port", str(port), *OPTIONS]
-    with subprocess.Popen(command, env=environment) as process:
-        try:
-            wait_for(f"http://127.0.0.1:{port}/health", process)
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Return once the server answers there. Raises `RuntimeError` if it ends, or after `START_S`."""
-    end = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(url):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise RuntimeError("the server did not start")
 
 
 if __name__ == "__main__":

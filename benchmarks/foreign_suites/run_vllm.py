@@ -57,48 +57,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", type=Path, help="the unpacked sources")
     parser.add_argument("--only", default="", help="part of a file's name")
-    parser.add_argument("--python", default=sys.executable, help="an interpreter with the packages above")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "nano-inference")
     given = parser.parse_args()
     codes = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        lay_out(given.suite, home)
+        for part in ("entrypoints", "models"):
+            shutil.copytree(given.suite / "tests" / part, home / "tests" / part)
+        shutil.copytree(given.suite / "examples", home / "examples")
+        (home / "tests" / "__init__.py").touch()
+        shutil.copy(HERE / "vllm_utils.py", home / "tests" / "utils.py")  # the stand-in
+        (home / "tests" / "conftest.py").write_text("class LocalAssetServer: ...\n", encoding="utf-8")
+        settings = "asyncio_mode = auto\nasyncio_default_fixture_loop_scope = function"
+        (home / "pytest.ini").write_text(f"[pytest]\n{settings}\n", encoding="utf-8")
         default = {"NANO_MODEL": "default", "NANO_TOKENIZER": str(given.cache), "NANO_TOKENIZER_FILE": MODEL}
         agent = write_agent(home / "agent", "get_current_weather")
         acting = {"NANO_MODEL": str(agent), "NANO_TOKENIZER": str(agent), "NANO_SCALE": "4"}
         for files, model, context in ((AGENT, acting, 8192), (LONG, default, 8192), (FILES, default, 1536)):
             chosen = [name for name in files if given.only in name]
             if chosen:
-                codes.append(run(given.python, home, chosen, {**model, "NANO_CONTEXT": str(context)}))
+                codes.append(run(home, chosen, {**model, "NANO_CONTEXT": str(context)}))
     return 0 if codes and set(codes) <= {0, 1} else 2
 
 
-def lay_out(suite: Path, home: Path) -> None:
-    """Copy the tests and put the stand-ins beside them."""
-    tests = home / "tests"
-    for part in ("entrypoints", "models"):
-        shutil.copytree(suite / "tests" / part, tests / part)
-    (tests / "__init__.py").touch()
-    shutil.copy(HERE / "vllm_utils.py", tests / "utils.py")
-    (tests / "conftest.py").write_text("class LocalAssetServer: ...\n", encoding="utf-8")
-    examples = suite / "examples"
-    if examples.is_dir():
-        shutil.copytree(examples, home / "examples")
-    (home / "pytest.ini").write_text(
-        "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n", encoding="utf-8"
-    )
-
-
-def run(python: str, home: Path, files: Sequence[str], model: dict[str, str]) -> int:
+def run(home: Path, files: Sequence[str], model: dict[str, str]) -> int:
     """Run some files; return pytest's exit code."""
     sources = os.pathsep.join([str(HERE), str(ROOT / "src"), str(ROOT)])
-    environment = (
-        os.environ | {"NANO_SCALE": "1"} | model | {"NANO_PYTHON": python, "PYTHONPATH": sources, "HF_HUB_OFFLINE": "1"}
-    )
+    environment = os.environ | {"NANO_SCALE": "1"} | model | {"PYTHONPATH": sources, "HF_HUB_OFFLINE": "1"}
     options = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "vllm_plugin", "-p", "counting", "--timeout", "240"]
     paths = [f"tests/entrypoints/{name}" for name in files]
-    return subprocess.run([python, "-m", "pytest", *options, *paths], cwd=home, env=environment, check=False).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *paths], cwd=home, env=environment, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -11,19 +11,13 @@ from __future__ import annotations
 import argparse
 import re
 import struct
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 
-NAMES = (
-    *("token_embd", "attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
-    *("ffn_norm", "ffn_gate", "ffn_down", "ffn_up", "output_norm"),
-)
-"""Matrices in the order of the checkpoint; the layers' are stacked."""
-_KINDS = {0: gguf.TokenType.UNKNOWN, 1: gguf.TokenType.CONTROL, 2: gguf.TokenType.CONTROL}
+KINDS = {0: gguf.TokenType.UNKNOWN, 1: gguf.TokenType.CONTROL, 2: gguf.TokenType.CONTROL}
+NAMED = (b"<unk>", b"<s>", b"</s>")
 
 
 def main() -> None:
@@ -38,7 +32,7 @@ def main() -> None:
     width, hidden, layers, heads, key_heads, vocabulary, _ = struct.unpack_from("<7i", data)
     writer = gguf.GGUFWriter(given.out, "llama")
     writer.add_name("llama")
-    _add_tokenizer(writer, given.tokenizer.read_bytes(), vocabulary)
+    add_tokenizer(writer, given.tokenizer.read_bytes(), vocabulary)
     writer.add_context_length(given.context)
     writer.add_embedding_length(width)
     writer.add_feed_forward_length(hidden)
@@ -48,24 +42,29 @@ def main() -> None:
     writer.add_rope_dimension_count(width // heads)
     writer.add_layer_norm_rms_eps(1e-5)
     keys = key_heads * width // heads
-    shapes = dict(
-        zip(
-            NAMES,
-            [
-                *((vocabulary, width), (layers, width), (layers, width, width), (layers, keys, width)),
-                *((layers, keys, width), (layers, width, width), (layers, width), (layers, hidden, width)),
-                *((layers, width, hidden), (layers, hidden, width), (width,)),
-            ],
-            strict=True,
-        )
-    )
-    matrices = _matrices(data[28:], shapes)
-    for name, matrix in matrices.items():
+    shapes = {  # in the order of the checkpoint; those of the layers are stacked
+        "token_embd": (vocabulary, width),
+        "attn_norm": (layers, width),
+        "attn_q": (layers, width, width),
+        "attn_k": (layers, keys, width),
+        "attn_v": (layers, keys, width),
+        "attn_output": (layers, width, width),
+        "ffn_norm": (layers, width),
+        "ffn_gate": (layers, hidden, width),
+        "ffn_down": (layers, width, hidden),
+        "ffn_up": (layers, hidden, width),
+        "output_norm": (width,),
+    }
+    values, at, matrices = np.frombuffer(data[28:], np.float32), 0, {}
+    for name, shape in shapes.items():
+        size = int(np.prod(shape))
+        matrices[name] = values[at : at + size].reshape(shape)
+        at += size
         if name.startswith(("attn", "ffn")):
-            for layer, part in enumerate(matrix):
+            for layer, part in enumerate(matrices[name]):
                 writer.add_tensor(f"blk.{layer}.{name}.weight", part)
         else:
-            writer.add_tensor(f"{name}.weight", matrix)
+            writer.add_tensor(f"{name}.weight", matrices[name])
     writer.add_tensor("output.weight", matrices["token_embd"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -73,27 +72,18 @@ def main() -> None:
     writer.close()
 
 
-def _matrices(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the matrices by name."""
-    values, at, found = np.frombuffer(data, np.float32), 0, {}
-    for name, shape in shapes.items():
-        size = int(np.prod(shape))
-        found[name] = values[at : at + size].reshape(shape)
-        at += size
-    return found
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, data: bytes, count: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, data: bytes, count: int) -> None:
     """Add the pieces, with `▁` for spaces as SentencePiece writes them."""
-    texts, scores, kinds = [], [], []
-    for index, (score, text) in enumerate(_pieces(data, count)):
+    texts, scores, kinds, at = [], [], [], 4
+    for index in range(count):
+        score, size = struct.unpack_from("<fi", data, at)
+        text = data[at + 8 : at + 8 + size]
+        at += 8 + size
         is_byte = re.fullmatch(rb"<0x[0-9A-F]{2}>", text) is not None
         plain = gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
-        kind = _KINDS.get(index, plain if text else gguf.TokenType.CONTROL)
-        named = (b"<unk>", b"<s>", b"</s>")
-        texts.append(named[index] if index < len(named) else text.replace(b" ", "▁".encode()))
+        kinds.append(int(KINDS.get(index, plain if text else gguf.TokenType.CONTROL)))
+        texts.append(NAMED[index] if index < len(NAMED) else text.replace(b" ", "▁".encode()))
         scores.append(score)
-        kinds.append(int(kind))
     writer.add_tokenizer_model("llama")
     writer.add_token_list(texts)
     writer.add_token_scores(scores)
@@ -101,15 +91,6 @@ def _add_tokenizer(writer: gguf.GGUFWriter, data: bytes, count: int) -> None:
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-
-
-def _pieces(data: bytes, count: int) -> Iterator[tuple[float, bytes]]:
-    """Yield score and bytes of each piece."""
-    at = 4
-    for _ in range(count):
-        score, size = struct.unpack_from("<fi", data, at)
-        yield score, data[at + 8 : at + 8 + size]
-        at += 8 + size
 
 
 if __name__ == "__main__":

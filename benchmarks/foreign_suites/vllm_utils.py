@@ -1,7 +1,6 @@
 """Stand-in for `tests/utils.py` of vLLM's sources: starts `nano-inference serve` where the tests start vLLM.
 
-The environment has NANO_MODEL, NANO_CONTEXT (the longest context), NANO_SCALE (tokens for one of vLLM's model) and
-NANO_PYTHON (an interpreter with the package).
+The environment has NANO_MODEL, NANO_CONTEXT (the longest context) and NANO_SCALE (tokens for one of vLLM's model).
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anthropic
@@ -67,8 +67,9 @@ class RemoteOpenAIServer:
         words = [str(word) for word in args]
         named = dict(_named(words))
         self.uds = next(iter(named.get("--uds", [])), None)
-        self.host, self.port = "127.0.0.1", int(next(iter(named.get("--port", [])), 0)) or _free_port()
-        command = [os.environ["NANO_PYTHON"], "-m", "nano_inference", "serve", "--model", os.environ["NANO_MODEL"]]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.host, self.port = "127.0.0.1", int(next(iter(named.get("--port", [])), free.getsockname()[1]))
+        command = [sys.executable, "-m", "nano_inference", "serve", "--model", os.environ["NANO_MODEL"]]
         # vLLM's cache has whole blocks of 16 tokens
         command += ["--cache-type", "paged", "--block-size", "16", "--seed", "0", "--insecure", "--no-log-requests"]
         command += options(words)
@@ -83,20 +84,17 @@ class RemoteOpenAIServer:
         end = time.monotonic() + START_S
         with httpx.Client(transport=transport) as client:
             while time.monotonic() < end and self.process.poll() is None:
-                try:
+                with suppress(httpx.TransportError):
                     if client.get(self.url_for("health")).status_code == 200:
                         return
-                except httpx.TransportError:
-                    time.sleep(0.2)
+                time.sleep(0.2)
         self.process.kill()
         raise RuntimeError("the server did not start")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.terminate()
         try:
             self.process.wait(30)
@@ -112,25 +110,21 @@ class RemoteOpenAIServer:
         """Return the URL of a path."""
         return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
 
-    def get_client(self, **given: Any) -> openai.OpenAI:
-        """Return OpenAI's client."""
-        return openai.OpenAI(**self._access("v1", given))
+    def _opened(self, client: Callable[..., Any], path: str, given: dict[str, Any]) -> Any:
+        access = {"base_url": self.url_for(path), "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600}
+        return client(**{**access, **given})
 
-    def get_async_client(self, **given: Any) -> openai.AsyncOpenAI:
-        """Return OpenAI's asynchronous client."""
-        return openai.AsyncOpenAI(**self._access("v1", given))
+    def get_client(self, **given: Any) -> Any:
+        return self._opened(openai.OpenAI, "v1", given)
 
-    def get_client_anthropic(self, **given: Any) -> anthropic.Anthropic:
-        """Return Anthropic's client."""
-        return anthropic.Anthropic(**self._access("", given))
+    def get_async_client(self, **given: Any) -> Any:
+        return self._opened(openai.AsyncOpenAI, "v1", given)
 
-    def get_async_client_anthropic(self, **given: Any) -> anthropic.AsyncAnthropic:
-        """Return Anthropic's asynchronous client."""
-        return anthropic.AsyncAnthropic(**self._access("", given))
+    def get_client_anthropic(self, **given: Any) -> Any:
+        return self._opened(anthropic.Anthropic, "", given)
 
-    def _access(self, path: str, given: dict[str, Any]) -> dict[str, Any]:
-        defaults = {"base_url": self.url_for(path), "api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 600}
-        return defaults | given
+    def get_async_client_anthropic(self, **given: Any) -> Any:
+        return self._opened(anthropic.AsyncAnthropic, "", given)
 
 
 RemoteVLLMServer = RemoteOpenAIServer
@@ -141,9 +135,3 @@ def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
         raise AttributeError(name)
     return lambda *_, **__: lambda function: function
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
