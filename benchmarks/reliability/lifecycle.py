@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import time
 
@@ -90,21 +89,4 @@ async def r32(lab: Lab) -> Finding:
     return figures, is_ok
 
 
-async def r33(lab: Lab) -> Finding:
-    """kill -9 amid streams, and a restart on the port: ≤ 1.25 × the first start."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        options = {"--port": str(taken.getsockname()[1])}
-    async with lab.server(options) as server:
-        cold = time.monotonic() - server.began
-        tasks = await lab.fill(server, 4)
-        server.signal(signal.SIGKILL)
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await server.exit()
-    async with lab.server(options) as server:
-        again = time.monotonic() - server.began
-        reply = await server.ask(COMPLETIONS, greedy(lab.prompt(5), 2))
-    figures = {"first start s": round(cold, 2), "after kill -9 s": round(again, 2), "request": reply.status}
-    return figures, reply.status == 200 and again <= 1.25 * cold
-
-
-CHECKS = (r1, r31, r32, r33)
+CHECKS = (r1, r31, r32)

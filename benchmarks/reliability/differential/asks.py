@@ -121,7 +121,7 @@ def random_params(rng: random.Random, bounds: Bounds, num_prompt: int, *, has_ma
     max_tokens = rng.randrange(longest + 1)
     stops = frozenset(rng.randrange(size) for _ in range(rng.choice([0, 0, 2, 4])))
     top_p = maybe(0.25, lambda: rng.uniform(0.2, 0.99), 1.0)
-    params = SamplingParams(
+    return SamplingParams(
         temperature=rng.choice(TEMPERATURES),
         max_tokens=max_tokens,
         min_tokens=rng.randrange(max_tokens + 1) if rng.random() < 0.2 else 0,
@@ -142,7 +142,6 @@ def random_params(rng: random.Random, bounds: Bounds, num_prompt: int, *, has_ma
         raw_logprobs=rng.random() < 0.4,
         sampling_mask=rng.random() < (0.05 if is_huge else 0.3),
     )
-    return params
 
 
 def random_allowed(rng: random.Random, size: int, stops: frozenset[int]) -> frozenset[int] | None:

@@ -13,7 +13,7 @@ MAX_STEPS = 8_000
 def hold(world: World, what: str) -> None:
     """Pause, or put to sleep."""
     engine, rng = world.engine, world.rng
-    if engine.is_asleep or not world.has_weights or engine.is_pausing:
+    if engine.is_asleep or not world.engine.has_weights or engine.is_pausing:
         return
     world.counts[what] += 1
     if what == "sleep":
@@ -30,7 +30,7 @@ def revive(world: World) -> None:
     engine = world.engine
     engine.wake()
     engine.resume()
-    if world.held is None and not world.has_weights and engine.weight_info().update == "idle":
+    if world.held is None and not world.engine.has_weights and engine.weight_info().update == "idle":
         update(world)
 
 
@@ -63,19 +63,13 @@ def interfere(world: World) -> None:
         engine.wake()
     elif action == "flush":
         engine.flush_cache()
-    else:
-        bad_request(world)
-
-
-def bad_request(world: World) -> None:
-    """Ask for what cannot be done; nothing may be queued."""
-    size = world.checkpoint.vocab_size
-    try:
-        world.engine.add_request([size], SamplingParams(max_tokens=1))
-    except BadRequest:
-        world.counts["bad requests"] += 1
-        return
-    raise Fault("a token outside the vocabulary was accepted")
+    else:  # what cannot be done is refused, and nothing is queued
+        try:
+            engine.add_request([world.checkpoint.vocab_size], SamplingParams(max_tokens=1))
+        except BadRequest:
+            world.counts["bad requests"] += 1
+        else:
+            raise Fault("a token outside the vocabulary was accepted")
 
 
 def is_over(world: World) -> bool:

@@ -129,7 +129,8 @@ class Judge:
         if list(versions) != sorted(versions) or any(version < ask.version for version in versions):
             self.verdict.fault(f"{where}: versions {versions} of a request queued under {ask.version}")
             return
-        seed = self._seed(ask, sample)
+        # None for a stream that was closed and whose seed is not known
+        seed = sample.seed if sample is not None else ask.params.seed
         draws = [i for i in reference.draws if i >= num_old]
         groups = self._groups(ask, columns, request_id, index, draws, where)
         for path, places in groups:
@@ -156,12 +157,6 @@ class Judge:
             self._pure.add((request_id, index))
             return True
         return False
-
-    def _seed(self, ask: PlannedRequest, sample: TrainingSample | None) -> int | None:
-        """Return the seed that decided the draws; None for a stream that was closed and whose seed is not known."""
-        if sample is not None:
-            return sample.seed
-        return ask.params.seed
 
     def _floor(self, ask: PlannedRequest, version: int) -> int:
         """Return the oldest weights whose K/V a token of that version may have read."""
@@ -282,9 +277,8 @@ class Judge:
         temperature = 1.0 if mode == "raw" else ask.params.temperature or 1.0
         logp_TV, best = self._best_version(ask.prompt, 1, sample.prompt_logprobs, temperature, versions)
         num_before = len(ask.partial.completion_tokens) if ask.partial is not None else 0
-        versions_after = sample.token_versions[
-            num_before:
-        ]  # a resumed sample's prompt is scored again, its tokens are older
+        # A resumed sample's prompt is scored again; its tokens are older.
+        versions_after = sample.token_versions[num_before:]
         if versions_after and best > max(versions_after):
             self.verdict.fault(f"{where}: prompt_logprobs of version {best}, newer than all tokens")
         for i, value in enumerate(sample.prompt_logprobs):
@@ -404,9 +398,8 @@ class Judge:
         ask = self.world.asked[sample.request_id]
         params: SamplingParams = replace(ask.params, seed=sample.seed)
         start = Beginning(ask.beginning.num_tokens, ask.beginning.sample_index + sample.sample_index)
-        request_id = engine.add_request(
-            ask.prompt, params, make_matcher=ask.rules, program=ask.tool, beginning=start, claim=True
-        )
+        rules = {"make_matcher": ask.rules, "program": ask.tool, "beginning": start}
+        request_id = engine.add_request(ask.prompt, params, claim=True, **rules)
         engine.wait_for_any([request_id])
         (again,) = engine.collect(request_id)
         where = f"sample {sample.request_id}.{sample.sample_index} alone"
@@ -418,11 +411,9 @@ class Judge:
                 self.verdict.fault(f"{where}: {difference}")
         elif ours.tokens != theirs.tokens:  # torch's last bits depend on the batch; the oracle has judged the draw
             self.verdict.counts["replays that parted (torch)"] += 1
-        if ours.tokens == theirs.tokens and (sample.finish_reason, sample.stop_reason) != (
-            again.finish_reason,
-            again.stop_reason,
-        ):
-            self.verdict.fault(f"{where}: ends as {again.finish_reason}, not {sample.finish_reason}")
+        ends = [(one.finish_reason, one.stop_reason) for one in (sample, again)]
+        if ours.tokens == theirs.tokens and ends[0] != ends[1]:
+            self.verdict.fault(f"{where}: ends as {ends[1]}, not {ends[0]}")
 
 
 def merged(groups: dict[tuple[int, ...], list[int]]) -> Groups:

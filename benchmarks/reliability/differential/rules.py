@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from differential.asks import PlannedRequest
 from nano_inference import TrainingSample
@@ -41,35 +42,30 @@ class Columns:
         return None
 
 
+NAMES = {
+    "tokens": ("completion_tokens", "token_ids"),
+    "logprobs": ("logprobs", "logprobs"),
+    "mask": ("mask", "mask"),
+    "versions": ("token_versions", "versions"),
+    "top_logprobs": ("top_logprobs", "top_logprobs"),
+    "raw_logprobs": ("raw_logprobs", "raw_logprobs"),
+    "sampling_masks": ("sampling_masks", "sampling_masks"),
+}
+"""Names of each column in a sample and in a delta."""
+
+
 def columns_of(sample: TrainingSample) -> Columns:
     """Return a sample's columns."""
-    return Columns(
-        tokens=sample.completion_tokens,
-        logprobs=sample.logprobs,
-        mask=sample.mask,
-        versions=sample.token_versions,
-        top_logprobs=sample.top_logprobs,
-        raw_logprobs=sample.raw_logprobs,
-        sampling_masks=sample.sampling_masks,
-    )
+    return Columns(**{name: getattr(sample, own) for name, (own, _) in NAMES.items()})
 
 
 def joined(deltas: Sequence[Delta]) -> Columns:
     """Return the columns that deltas add up to."""
-
-    def chained(name: str) -> tuple[object, ...] | None:
-        parts = [getattr(delta, name) for delta in deltas]
-        return None if any(part is None for part in parts) else tuple(one for part in parts for one in part)
-
-    return Columns(
-        tokens=chained("token_ids"),  # type: ignore[arg-type]
-        logprobs=chained("logprobs"),  # type: ignore[arg-type]
-        mask=chained("mask"),  # type: ignore[arg-type]
-        versions=chained("versions"),  # type: ignore[arg-type]
-        top_logprobs=chained("top_logprobs"),  # type: ignore[arg-type]
-        raw_logprobs=chained("raw_logprobs"),  # type: ignore[arg-type]
-        sampling_masks=chained("sampling_masks"),  # type: ignore[arg-type]
-    )
+    found: dict[str, Any] = {}
+    for name, (_, own) in NAMES.items():
+        parts = [getattr(delta, own) for delta in deltas]
+        found[name] = None if None in parts else tuple(one for part in parts for one in part)
+    return Columns(**found)
 
 
 class Reference:

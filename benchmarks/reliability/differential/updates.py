@@ -16,7 +16,7 @@ from nano_inference.weights.updates import NamedWeights
 
 def is_stuck(world: World, how: OnRunning) -> bool:
     """Whether an update that waits for running requests would wait for ever."""
-    return how == "wait" and (world.engine.is_asleep or not world.has_weights)
+    return how == "wait" and (world.engine.is_asleep or not world.engine.has_weights)
 
 
 def mark_abortable(world: World) -> None:
@@ -37,10 +37,10 @@ def update(world: World) -> None:
             return
         raise Fault("a second update was accepted while one is under way")
     version = engine.get_weight_version() + 1
-    if version > (2 if world.checkpoint.vocab_size >= HUGE_VOCAB else 6) and world.has_weights:
+    if version > (2 if world.checkpoint.vocab_size >= HUGE_VOCAB else 6) and world.engine.has_weights:
         return
     old = world.models[version - 1]
-    is_partial = rng.random() < 0.3 and world.has_weights
+    is_partial = rng.random() < 0.3 and world.engine.has_weights
     names = set(rng.sample(sorted(named(old)), rng.randrange(1, 4))) if is_partial else None
     model = changed(old, rng, names)
     weights = {name: value for name, value in named(model).items() if names is None or name in names}
@@ -87,7 +87,7 @@ def land(world: World) -> None:
 def refuse(world: World) -> None:
     """Send weights that cannot be used; the old ones must stay, bit for bit."""
     engine, rng = world.engine, world.rng
-    if world.held is not None or engine.weight_info().update != "idle" or not world.has_weights:
+    if world.held is not None or engine.weight_info().update != "idle" or not world.engine.has_weights:
         return
     version = engine.get_weight_version()
     checksum = engine.weights_checksum()

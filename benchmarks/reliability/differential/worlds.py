@@ -17,11 +17,11 @@ from differential.asks import Bounds, PlannedRequest, random_ask
 from differential.models import HUGE_VOCAB, Checkpoint, make_checkpoint
 from differential.recorder import Recorder
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
-from nano_inference.build import EngineParts, assemble, parts_of
+from nano_inference.build import assemble, parts_of
 from nano_inference.core.step import Runner
 from nano_inference.executors.opening import load_cuda_model
 from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.types import Delta, EnginePaused, LogprobsMode, OnRunning
+from nano_inference.types import Beginning, Delta, EnginePaused, LogprobsMode, OnRunning
 from tests.cuda.plain import plain_kernels
 
 ComputePath = Literal["c", "torch", "cuda"]
@@ -86,7 +86,6 @@ class Reading:
 class World:
     """Owns an engine and its history."""
 
-    seed: int
     path: ComputePath
     rng: random.Random
     checkpoint: Checkpoint
@@ -113,17 +112,6 @@ class World:
     next_model: transformers.PreTrainedModel | None = None
     """The model of the update under way."""
     counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether `sleep(discard_weights=True)` left the engine without weights."""
-        return self.engine.has_weights
-
-
-def cuda_parts(config: EngineConfig) -> EngineParts:
-    """Return the parts of an engine on the CUDA executor."""
-    checkpoint = open_checkpoint(Path(config.model_path))
-    return parts_of(load_cuda_model(checkpoint, torch.device("cpu"), plain_kernels(), config), config)
 
 
 def make_world(
@@ -158,7 +146,11 @@ def make_world(
         logprobs_mode=rng.choice(get_args(LogprobsMode)),
         seed=rng.randrange(100),
     )
-    parts = cuda_parts(config) if path == "cuda" else assemble(config)
+    if path == "cuda":
+        executor = load_cuda_model(open_checkpoint(directory), torch.device("cpu"), plain_kernels(), config)
+        parts = parts_of(executor, config)
+    else:
+        parts = assemble(config)
     if wrap is not None:
         parts = replace(parts, runner=wrap(parts.runner))
     recorder = None
@@ -173,17 +165,8 @@ def make_world(
     base = tuple(rng.randrange(checkpoint.vocab_size) for _ in range(60))
     is_huge = checkpoint.vocab_size >= HUGE_VOCAB
     arrivals = [random_ask(rng, bounds, base) for _ in range(rng.randrange(3, 6 if is_huge else 16))]
-    return World(
-        seed=seed,
-        path=path,
-        rng=rng,
-        checkpoint=checkpoint,
-        config=config,
-        engine=engine,
-        recorder=recorder,
-        models={0: checkpoint.model},
-        arrivals=arrivals,
-    )
+    parts_of_world = {"path": path, "rng": rng, "checkpoint": checkpoint, "config": config, "engine": engine}
+    return World(**parts_of_world, recorder=recorder, models={0: checkpoint.model}, arrivals=arrivals)
 
 
 # ---- requests
@@ -217,17 +200,12 @@ def arrive(world: World) -> None:
         request_id = submit(world, ask, is_claimed=True)
         world.streams.append(StreamView(request_id, world.engine.deltas(request_id)))
         world.counts["streams"] += 1
-    elif way < 0.35 and not world.engine.is_halted and is_plain(ask):
+    elif way < 0.35 and not world.engine.is_halted and not (ask.rules or ask.salt or ask.beginning != Beginning()):
         generate(world, ask)
     else:
         request_id = submit(world, ask)
         world.open.add(request_id)
         world.left[request_id] = ask.count
-
-
-def is_plain(ask: PlannedRequest) -> bool:
-    """Whether `generate` can take the request: it has no matcher, salt or beginning."""
-    return ask.rules is None and not ask.salt and ask.beginning == type(ask.beginning)()
 
 
 def generate(world: World, ask: PlannedRequest) -> None:
