@@ -27,15 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.nanochat_parity.cases import KINDS, cases, has_bigrams
-from benchmarks.nanochat_parity.commits import (
-    COMMITS,
-    Commit,
-    Conditions,
-    HistoryError,
-    commit_in,
-    commit_of,
-    export,
-)
+from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions, HistoryError, commit_in, commit_of, export
 from benchmarks.nanochat_parity.ours import compare
 from nano_inference.types import ModelError
 
