@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -109,7 +110,7 @@ def _is_product(name: str) -> bool:
 def units(is_dry: bool) -> Iterator[Unit]:
     """Yield what to measure, the most important first."""
     yield Unit("ceilings", "", ceilings)
-    yield Unit("engine", FIRST, of(engines.first_model, FIRST))
+    yield Unit("engine", FIRST, of(partial(engines.model, has_update=True), FIRST))
     yield Unit("engine", f"groups of {FIRST}", of(engines.groups, FIRST))
     for name in OTHERS:
         yield Unit("engine", name, of(engines.model, name))
@@ -129,24 +130,13 @@ def of(measure: Callable[[Bench, Sink, str], None], name: str) -> Callable[[Benc
     return lambda bench, sink: measure(bench, sink, name)
 
 
-def wanted(only: str) -> set[str]:
-    """Return the names of the sections to run. Raises `SystemExit` naming an unknown one."""
-    names = only.split(",") if only else SECTIONS
-    for name in names:
-        if name not in SECTIONS:
-            raise SystemExit(f"--only: there is no section {name}; there are {', '.join(SECTIONS)}")
-    return set(names)
-
-
-def is_of_model(unit: Unit, name: str) -> bool:
-    """Return whether a unit measures no model in particular, or this one; all if there is no name."""
-    return name in unit.name or not any(model in unit.name for model in SHAPES)
-
-
 def run_sections(given: argparse.Namespace) -> int:
     """Run the sections that the options of benchmarks/cuda.py name; return 1 if something failed."""
     started = time.monotonic()
-    names = wanted(given.only)
+    names = given.only.split(",") if given.only else list(SECTIONS)
+    for name in names:
+        if name not in SECTIONS:
+            raise SystemExit(f"--only: there is no section {name}; there are {', '.join(SECTIONS)}")
     if given.model not in ("", *SHAPES):
         raise SystemExit(f"--model: there is no model {given.model}; there are {', '.join(SHAPES)}")
     device = "CPU" if given.dry else device_name()
@@ -156,7 +146,8 @@ def run_sections(given: argparse.Namespace) -> int:
     report = Report(given.dry, given.out, known)
     print(f"{device}, torch {torch.__version__}", flush=True)
     for unit in units(given.dry):
-        if unit.section in names and is_of_model(unit, given.model):
+        is_of_model = given.model in unit.name or not any(model in unit.name for model in SHAPES)
+        if unit.section in names and is_of_model:
             most_s = math.inf if unit.section == "tests" else UNIT_SECONDS
             run_unit(unit, report, started + given.seconds, most_s)
     print(f"{time.monotonic() - started:.0f} s")

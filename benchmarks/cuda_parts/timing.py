@@ -22,9 +22,7 @@ def seconds_of(bench: Bench, run: Callable[[], object], repeat: int = 20) -> flo
     """
     run()  # compiles
     bench.wait()
-    if bench.device.type == "cuda":
-        return seconds_of_graph(bench.device, run, repeat)
-    return statistics.median(_clocked(run) for _ in range(2))
+    return seconds_of_graph(bench.device, run, repeat) if bench.device.type == "cuda" else _clocked(run)
 
 
 def seconds_of_large(bench: Bench, run: Callable[[], object], repeat: int = 20) -> float:
@@ -34,21 +32,7 @@ def seconds_of_large(bench: Bench, run: Callable[[], object], repeat: int = 20) 
     """
     run()
     bench.wait()
-    if bench.device.type != "cuda":
-        return statistics.median(_clocked(run) for _ in range(2))
-    events = [(_event(), _event()) for _ in range(repeat)]
-    for before, after in events:
-        before.record()
-        run()
-        after.record()
-    torch.cuda.synchronize()
-    return 1e-3 * statistics.median(float(before.elapsed_time(after)) for before, after in events)
-
-
-def _clocked(run: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+    return _between_events(run, lambda: None, repeat) if bench.device.type == "cuda" else _clocked(run)
 
 
 def seconds_of_graph(device: torch.device, run: Callable[[], object], repeat: int) -> float:
@@ -57,15 +41,26 @@ def seconds_of_graph(device: torch.device, run: Callable[[], object], repeat: in
     with torch.cuda.graph(graph):
         run()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    events = [(_event(), _event()) for _ in range(repeat)]
+    return _between_events(graph.replay, flush.zero_, repeat)
+
+
+def _between_events(run: Callable[[], object], before_each: Callable[[], object], repeat: int) -> float:
+    """Return the median seconds of a call on the device, by events before and after it."""
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeat)]
     for before, after in events:
-        flush.zero_()
+        before_each()
         before.record()
-        graph.replay()
+        run()
         after.record()
     torch.cuda.synchronize()
     return 1e-3 * statistics.median(float(before.elapsed_time(after)) for before, after in events)
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _clocked(run: Callable[[], object]) -> float:
+    """Return the median seconds of two calls by the host's clock."""
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
