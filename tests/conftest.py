@@ -85,9 +85,8 @@ def restored_logging() -> Iterator[None]:
 pytest_plugins = ["tests.models.written", "tests.weights.pairs"]
 
 LONGEST = (
-    *("models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "test_batch_invariance.py"),
-    *("docs/test_blocks.py", "nanochat/test_engine.py", "cuda", "examples", "test_rl.py", "test_install.py"),
-    "pool/test_ray.py",
+    *("models/test_default_model.py", "cli/test_serve.py", "docs/test_site.py", "engine/test_batch_invariance.py"),
+    *("docs/test_blocks.py", "nanochat/test_engine.py", "cuda", "examples", "test_rl.py", "pool/test_ray.py"),
 )
 """Files, and directories of files, that take half a minute and more each."""
 
