@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files go out in their order, because the longest have few tests and would otherwise come last.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test thorough check browser test-clients test-open-webui lint fast aot bench docs clean
+.PHONY: demo test thorough check browser test-clients test-open-webui lint aot bench docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/demo.py
@@ -59,10 +59,6 @@ thorough:
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
 	$(BIN)/python benchmarks/tool_texts.py --texts 1000
 	$(BIN)/python benchmarks/reliability/fuzz_templates.py
-
-# The tests without the default model and without a download.
-fast: .venv/ready-dev
-	$(PYTEST) -m "not model and not nightly"
 
 # Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: half an hour of one core at first.
 # Results are stored one by one, so a run that was stopped continues.
