@@ -1,4 +1,4 @@
-"""Lookahead changes no token and no number: several tokens of a row in one step against one."""
+"""Several tokens of a row in one step, looked ahead or drafted, give the bits of one token a step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ import torch
 from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import EngineRequest, OnRunning, StepStats
 from tests.engine.test_batch_invariance import KINDS, ThreadsKept, open_engine
-from tests.engine.test_speculation import REPEATING, asks
 from tests.sim.fakes import Calculator, StopAfter, fake_engine, reference
+
+REPEATING = [5, 9, 30, 2, 44, 5, 9, 30]
+AHEAD: dict[str, Any] = {"lookahead": 16}
+DRAFTS: dict[str, Any] = {"speculation": "ngram"}
 
 
 class MaskAfter:
@@ -57,10 +60,36 @@ class ForceOne:
         return state, (7,) * (token % 3 == 0)
 
 
+def repeating_requests() -> list[EngineRequest]:
+    """Requests of all kinds, most of which say the same again: greedy, or out of few tokens."""
+    rng = random.Random(3)
+    shared = [rng.randrange(60) for _ in range(21)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2, "raw_logprobs": True},
+        {"allowed_token_ids": [3, 4]},
+        {"allowed_token_ids": [3, 4, 7], "temperature": 0.3, "sampling_mask": True, "logprobs": 3},
+        {"temperature": 0.05, "logprobs_mode": "raw"},
+        {"temperature": 0.2, "top_k": 3, "prompt_logprobs": 1},
+        {"temperature": 0.3, "top_p": 0.5, "logit_bias": {5: 3.0, 6: 3.0}},
+        {"temperature": 0, "repetition_penalty": 1.1},
+        {"temperature": 0.1, "frequency_penalty": 0.1},
+        {"temperature": 0, "min_tokens": 9, "stop_token_ids": list(range(0, 60, 3))},
+        {"temperature": 0.1, "min_p": 0.2, "stop_token_ids": [1, 8, 9]},
+    ]
+    made: list[EngineRequest] = []
+    for i, options in enumerate(kinds):
+        prompt = shared[: rng.randrange(21)] + [rng.randrange(60) for _ in range(rng.randrange(1, 30))] * (1 + i % 2)
+        options |= {"max_tokens": rng.randrange(20, 45), "seed": i, "ignore_eos": True}
+        params = SamplingParams(**options)
+        made.append(EngineRequest(prompt=prompt, params=params, num_samples=1 + 2 * (i % 3 == 0)))
+    return made
+
+
 def requests() -> list[EngineRequest]:
-    """Requests of all kinds: those of speculation's tests, matchers, programs, and what restricts lookahead."""
+    """Requests of all kinds: repeating ones, matchers, programs, and what restricts lookahead."""
     rng = random.Random(4)
-    found = [EngineRequest(prompt=prompt, params=params, num_samples=count) for prompt, params, count in asks()]
+    found = repeating_requests()
     prompt = [rng.randrange(60) for _ in range(13)]
 
     def add(num_samples: int = 2, more: dict[str, Any] | None = None, **options: Any) -> None:
@@ -115,13 +144,22 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-def test_lookahead_changes_no_bit(kind: Any) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        AHEAD,
+        DRAFTS | {"max_tokens_per_batch": 25, "block_size": 4},
+        DRAFTS | {"cache_type": "paged", "num_threads": 2, "max_batch_size": 3, "max_draft_tokens": 11},
+    ],
+    ids=["lookahead", "drafts in chunks", "drafts in a paged cache"],
+)
+def test_several_tokens_a_step_change_no_bit(kind: Any, more: dict[str, Any]) -> None:
     path, options, expected, num_steps = kind
-    with open_engine(path, **options, lookahead=16) as engine:
+    with open_engine(path, **options, **more) as engine:
         samples, stats = run_all(engine)
     assert samples == expected
-    assert len(stats) < num_steps
-    assert all(len(sample.completion_tokens) == len(sample.logprobs) == len(sample.mask) for sample in samples)
+    assert len(stats) < num_steps or more is not AHEAD
+    assert (0 < sum(one.num_accepted for one in stats) < sum(one.num_drafted for one in stats)) == (more is not AHEAD)
 
 
 @pytest.mark.slow
@@ -152,17 +190,18 @@ def test_lookahead_changes_no_bit_beside_other_options(tiny_llama: Path, options
     assert (sum(one.num_accepted for one in stats) > 0) == ("speculation" in options)
 
 
-def test_lookahead_changes_no_bit_with_preemption(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("more", [{"lookahead": 4}, DRAFTS], ids=["lookahead", "drafts"])
+def test_several_tokens_a_step_change_no_bit_with_preemption(tiny_llama: Path, more: dict[str, Any]) -> None:
     wanted = [replace(one, params=replace(one.params, max_tokens=min(25, one.params.max_tokens))) for one in REQUESTS]
     with open_engine(tiny_llama, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
         block_bytes = engine.parts.executor.block_bytes(4)
     tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
-    with open_engine(tiny_llama, **tight, lookahead=4) as engine:
+    with open_engine(tiny_llama, **tight, **more) as engine:
         samples, stats = run_all(engine, wanted)
     assert samples == expected
     assert sum(one.num_preempted for one in stats) > 0
-    assert sum(one.num_sampled > one.num_rows for one in stats) > 3, "steps looked ahead"
+    assert sum(one.num_accepted if more is DRAFTS else one.num_sampled > one.num_rows for one in stats) > 3
 
 
 class MaskOnce:
@@ -191,10 +230,11 @@ def test_tokens_after_one_that_sets_a_mask_are_sampled_again() -> None:
 
 
 @pytest.mark.slow
-def test_torch_samples_the_same_tokens_ahead(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("more", [{"lookahead": 5}, DRAFTS], ids=["lookahead", "drafts"])
+def test_torch_samples_the_same_tokens(tiny_llama: Path, more: dict[str, Any]) -> None:
     with open_engine(tiny_llama, kernels="off") as engine:
         expected, _ = run_all(engine)
-    with open_engine(tiny_llama, kernels="off", lookahead=5) as engine:
+    with open_engine(tiny_llama, kernels="off", **more) as engine:
         samples, _ = run_all(engine)
     for ours, theirs in zip(samples, expected, strict=True):
         assert (ours.completion_tokens, ours.finish_reason) == (theirs.completion_tokens, theirs.finish_reason)

@@ -17,8 +17,7 @@ from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
 from nano_inference.types import OnRunning
 from tests.cuda.engines import executor_of
 from tests.engine.test_batch_invariance import open_engine
-from tests.engine.test_lookahead import PLAIN, bare, finish, run_until
-from tests.engine.test_speculation import REPEATING
+from tests.engine.test_lookahead import PLAIN, REPEATING, bare, finish, run_until
 
 LOOKAHEAD = 5
 SECOND = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +17,16 @@ from nano_inference.core.cache import RadixKVCache
 from nano_inference.core.drafting import Draft, MakeDrafter
 from nano_inference.core.ngram_drafter import NgramDrafter
 from nano_inference.core.step import Row, RowResult
-from nano_inference.types import StepStats
-from tests.engine.test_batch_invariance import KINDS, ThreadsKept, open_engine
+from nano_inference.types import EngineRequest, StepStats
+from tests.engine.test_batch_invariance import open_engine
+from tests.engine.test_lookahead import REPEATING, run_all
 from tests.models.families import VOCAB_SIZE
 from tests.sim.fakes import StopAfter, fake_config, fake_parts, parrot
 from tests.weights.pairs import Pair
 
-Ask = tuple[list[int], SamplingParams, int]
-REPEATING = [5, 9, 30, 2, 44, 5, 9, 30]
 
-
-def asks() -> list[Ask]:
-    """Requests of all kinds, most of which say the same again: greedy, or out of few tokens."""
-    rng = random.Random(3)
-    shared = [rng.randrange(60) for _ in range(21)]
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0, "logprobs": 2, "raw_logprobs": True},
-        {"allowed_token_ids": [3, 4]},
-        {"allowed_token_ids": [3, 4, 7], "temperature": 0.3, "sampling_mask": True, "logprobs": 3},
-        {"temperature": 0.05, "logprobs_mode": "raw"},
-        {"temperature": 0.2, "top_k": 3, "prompt_logprobs": 1},
-        {"temperature": 0.3, "top_p": 0.5, "logit_bias": {5: 3.0, 6: 3.0}},
-        {"temperature": 0, "repetition_penalty": 1.1},
-        {"temperature": 0.1, "frequency_penalty": 0.1},
-        {"temperature": 0, "min_tokens": 9, "stop_token_ids": list(range(0, 60, 3))},
-        {"temperature": 0.1, "min_p": 0.2, "stop_token_ids": [1, 8, 9]},
-    ]
-    made: list[Ask] = []
-    for i, options in enumerate(kinds):
-        prompt = shared[: rng.randrange(21)] + [rng.randrange(60) for _ in range(rng.randrange(1, 30))] * (1 + i % 2)
-        options |= {"max_tokens": rng.randrange(20, 45), "seed": i, "ignore_eos": True}
-        made.append((prompt, SamplingParams(**options), 1 + 2 * (i % 3 == 0)))
-    return made
-
-
-ASKS = asks()
-
-
-def run_all(engine: InferenceEngine, wanted: list[Ask] = ASKS) -> tuple[list[TrainingSample], list[StepStats]]:
-    """Everything at once; what depends on how it was computed is left out of the samples."""
-    ids = [engine.add_request(prompt, params, count, claim=True) for prompt, params, count in wanted]
-    stats = []
-    while engine.has_pending():
-        stats.append(engine.tick().stats)
-        engine.parts.kv.check()
-    samples = [sample for one in ids for sample in engine.collect(one)]
-    assert engine.parts.kv.num_free_blocks() == engine.parts.kv.num_blocks
-    return [replace(sample, num_cached_tokens=0, num_preemptions=0) for sample in samples], stats
+def run_one(engine: InferenceEngine, prompt: list[int], params: SamplingParams, num_samples: int = 1) -> Any:
+    return run_all(engine, [EngineRequest(prompt=prompt, params=params, num_samples=num_samples)])
 
 
 def drafted(stats: list[StepStats]) -> tuple[int, int]:
@@ -125,76 +87,13 @@ def fake(
     return InferenceEngine(fake_config(speculation="ngram", **options), parts=parts)
 
 
-# ---- the same bits
-
-
-@dataclass(frozen=True)
-class Witness:
-    """A model's files, how it is kept, and what it gives without speculation."""
-
-    path: Path
-    options: dict[str, Any]
-    expected: list[TrainingSample]
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Witness:
-    write, options = KINDS[request.param]
-    path = write(tmp_path_factory.mktemp("witness"))
-    with ThreadsKept(), open_engine(path, **options) as engine:
-        samples, stats = run_all(engine)
-    assert drafted(stats) == (0, 0)
-    return Witness(path, options, samples)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_tokens_per_batch": 25, "block_size": 4},
-        {"cache_type": "paged", "num_threads": 2, "max_batch_size": 3, "max_draft_tokens": 11},
-    ],
-    ids=lambda options: " ".join(f"{name}={value}" for name, value in options.items()) or "plain",
-)
-def test_speculation_changes_no_bit(witness: Witness, options: dict[str, Any]) -> None:
-    with open_engine(witness.path, **witness.options, **options, speculation="ngram") as engine:
-        samples, stats = run_all(engine)
-    assert samples == witness.expected
-    num_drafted, num_accepted = drafted(stats)
-    assert 0 < num_accepted < num_drafted
-
-
-def test_speculation_changes_no_bit_with_preemption(tiny_llama: Path) -> None:
-    wanted = [(prompt, replace(params, max_tokens=25), count) for prompt, params, count in ASKS]
-    with open_engine(tiny_llama, block_size=4) as engine:
-        expected, _ = run_all(engine, wanted)
-        block_bytes = engine.parts.executor.block_bytes(4)
-    tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
-    with open_engine(tiny_llama, **tight, speculation="ngram") as engine:
-        samples, stats = run_all(engine, wanted)
-    assert samples == expected
-    assert sum(one.num_preempted for one in stats) > 0 and drafted(stats)[1] > 0
-
-
-@pytest.mark.slow
-def test_speculation_with_torch_is_equal_up_to_rounding(tiny_llama: Path) -> None:
-    with open_engine(tiny_llama, kernels="off") as engine:
-        expected, _ = run_all(engine)
-    with open_engine(tiny_llama, kernels="off", speculation="ngram") as engine:
-        samples, stats = run_all(engine)
-    assert drafted(stats)[1] > 0
-    for ours, theirs in zip(samples, expected, strict=True):
-        assert (ours.completion_tokens, ours.finish_reason) == (theirs.completion_tokens, theirs.finish_reason)
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-
-
 # ---- what it saves
 
 
 def test_a_text_that_repeats_takes_fewer_steps_than_tokens(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with open_engine(tiny_llama, speculation="ngram") as engine:
-        samples, stats = run_all(engine, [(REPEATING, params, 1)])
+        samples, stats = run_one(engine, REPEATING, params)
     num_drafted, num_accepted = drafted(stats)
     assert len(samples[0].completion_tokens) == 60 == len(stats) + num_accepted
     assert len(stats) < 40
@@ -208,7 +107,7 @@ def test_drafts_come_from_an_ended_sample() -> None:
     for num_samples in (1, 2):
         engine = fake(max_batch_size=1)
         engine.parts.runner.drawing = lambda seen, *_: random.Random(len(seen)).randrange(50)
-        samples, stats = run_all(engine, [([1, 2, 3], params, num_samples)])
+        samples, stats = run_one(engine, [1, 2, 3], params, num_samples)
         assert len({sample.completion_tokens for sample in samples}) == 1
         counts.append(len(stats))
     assert counts[0] > 35, "nothing comes twice by itself"
@@ -239,9 +138,9 @@ def test_ended_samples_are_closed_in_the_drafter() -> None:
 )
 def test_requests_that_need_every_token_get_no_drafts(options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=30, seed=1, stop_token_ids=[45], **options)
-    assert drafted(run_all(fake(), [(REPEATING, params, 1)])[1]) == (0, 0)
+    assert drafted(run_one(fake(), REPEATING, params)[1]) == (0, 0)
     plain = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
-    assert drafted(run_all(fake(), [(REPEATING, plain, 1)])[1])[1] > 0
+    assert drafted(run_one(fake(), REPEATING, plain)[1])[1] > 0
 
 
 # ---- where it ends
@@ -251,7 +150,7 @@ def test_requests_that_need_every_token_get_no_drafts(options: dict[str, Any]) -
 def test_length_and_stop_inside_accepted_drafts(tiny_llama: Path) -> None:
     def one(engine: InferenceEngine, **options: Any) -> TrainingSample:
         params = SamplingParams(**({"temperature": 0, "max_tokens": 40, "ignore_eos": True, "seed": 1} | options))
-        return run_all(engine, [(REPEATING, params, 1)])[0][0]
+        return run_one(engine, REPEATING, params)[0][0]
 
     with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as guessing:
         whole = one(plain)
@@ -351,22 +250,6 @@ def test_weight_update_takes_effect_at_the_same_token(untied: Pair, on_running: 
     theirs, same, _ = story("off", lengths)
     assert same == lengths and num_accepted > 5
     assert ours == theirs and len(ours.version_spans) == 3
-
-
-def test_aborted_samples_resume_identically(tiny_llama: Path) -> None:
-    params = SamplingParams(temperature=0.05, max_tokens=50, seed=4, ignore_eos=True)
-    with open_engine(tiny_llama) as plain, open_engine(tiny_llama, speculation="ngram") as engine:
-        whole = plain.generate([REPEATING], params, 3)
-        for num_steps in (1, 4, 9):
-            request = engine.add_request(REPEATING, params, 3)
-            for _ in range(num_steps):
-                engine.step()
-            parts = engine.abort(request)
-            for part, full in zip(parts, whole, strict=True):
-                assert part.completion_tokens == full.completion_tokens[: len(part.completion_tokens)]
-            for done, full in zip(engine.complete(parts, params), whole, strict=True):
-                assert (done.completion_tokens, done.logprobs) == (full.completion_tokens, full.logprobs)
-        engine.parts.kv.check()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
