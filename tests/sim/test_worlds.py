@@ -227,6 +227,13 @@ def test_equal_blocks_behind_different_prefixes_do_not_wait_for_each_other(cache
     assert engine.tick().stats.num_rows == 2
 
 
+def test_last_tokens_of_equal_prompts_do_not_wait_for_each_other() -> None:
+    engine = fake_engine()
+    for _ in range(2):
+        engine.add_request([5], SamplingParams(max_tokens=1, seed=1))
+    assert engine.tick().stats.num_rows == 2
+
+
 def test_finished_prompt_is_reused_to_the_token() -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("radix", 200, 16))
     first = engine.generate([list(range(10, 33))], SamplingParams(max_tokens=4, seed=1, ignore_eos=True))[0]
