@@ -25,6 +25,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("calculator_data")
 
 
+@pytest.mark.slow
 def test_a_few_steps_write_a_checkpoint_of_g4(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_calculator.py"), "--out", str(tmp_path), "--threads", "1"]
     command += ["--steps", "3", "--tokens", "512", "--validation", "1", "--examples", "0"]

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "hello.py"
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_hello_prints_an_answer_and_a_log_probability_for_each_token() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

@@ -31,6 +31,7 @@ def compared(commit: Commit, conditions: Conditions, *, kernels: KernelsName = "
     return compare(recorded, conditions, long + short[COMMITS.index(commit) % share :: share], kernels=kernels)
 
 
+@pytest.mark.slow
 @EACH
 def test_logits_streams_masks_and_batches_equal_those_of_upstream(commit: Commit, generation: str) -> None:
     found = compared(commit, commit.conditions)
@@ -47,6 +48,7 @@ def test_all_cases_equal_those_of_upstream(commit: Commit, generation: str, kern
     assert compared(commit, commit.conditions, kernels=kernels, share=1).is_equal
 
 
+@pytest.mark.slow
 def test_torch_alone_equals_upstream_too() -> None:
     assert compared(COMMITS[-1], COMMITS[-1].conditions, kernels="off", share=9).is_equal
 
