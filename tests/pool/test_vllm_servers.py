@@ -1,4 +1,4 @@
-"""Servers that have vLLM's routes alone, in a pool and behind the proxy."""
+"""Servers that have vLLM's routes alone, in a pool."""
 
 from __future__ import annotations
 
