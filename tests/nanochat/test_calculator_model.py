@@ -107,6 +107,7 @@ def test_mask_is_0_exactly_on_forced_tokens(answers: list[TrainingSample]) -> No
     assert num_calls >= 57
 
 
+@pytest.mark.slow
 def test_nanochats_engine_gives_the_same_rows(answers: list[TrainingSample]) -> None:
     engine = Engine(GPT.from_checkpoint(CALCULATOR.directory, device="cpu"), get_tokenizer(CALCULATOR.directory))
     prompts = [list(sample.prompt_tokens) for sample in answers]

@@ -61,6 +61,7 @@ def num_tensors(shape: tuple[int, ...]) -> int:
     return sum(isinstance(one, Tensor) and tuple(one.shape) == shape for one in gc.get_objects())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_stream_equals_nanochat_loop(generation: str) -> None:
     model = talkative(generation)
@@ -98,6 +99,7 @@ def test_max_tokens_can_truncate_tool_result() -> None:
         assert rows == expected == [row[:max_tokens] for row in long]
 
 
+@pytest.mark.slow
 def test_prompts_together_equal_prompts_in_turn() -> None:
     model = talkative("G4")
     prompts = [[BOS, *[3, 1, 4][: n % 4]] + [7] * n for n in range(6)]

@@ -60,6 +60,7 @@ def test_mismatch_is_printed_and_returns_1(capsys: Capture, monkeypatch: pytest.
     assert re.search(r"^Mismatch at token 0: 264 != \d+\nMatch: False, ", out, re.M)
 
 
+@pytest.mark.slow
 def test_base_directory_source_tag_and_step(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     write_tokenizer(tmp_path / "tokenizer")

@@ -19,6 +19,7 @@ def pool(untied: Pair) -> Iterator[RolloutPool]:
         yield one
 
 
+@pytest.mark.slow
 def test_pool_updates_from_a_broadcast_and_rejects_a_wrong_one(pool: RolloutPool, untied: Pair, tmp_path: Path) -> None:
     old = pool.weights_checksum()
     with trainer_process(send_wrong_then_right, untied.named(), tmp_path) as port:
