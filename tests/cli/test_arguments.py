@@ -5,37 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import pytest
-from cyclopts import Argument
 
 from nano_inference.cli import main
 from nano_inference.cli.app import build_app
-from nano_inference.cli.arguments import NOT_IN_FILES, options_of, variable_of, walk_commands
+from nano_inference.cli.arguments import walk_commands
 
 pytestmark = pytest.mark.slow
 
 Capture = pytest.CaptureFixture[str]
-NEEDED = {"models pull": ("x",), "models rm": ("x",), "models export": ("x", "y")}
-NANOCHAT, RL = {"NANOCHAT": "1"}, {"ENABLE_RL": "1"}
-SEVERAL = {"FURTHER_MODEL": "two"}
-COMPANIONS = {
-    **dict.fromkeys(("--source", "--model-tag", "--step", "--device-type"), NANOCHAT),
-    **dict.fromkeys(("--weights-dir", "--admin-key", "--admin-key-file"), RL),
-    "--attention": {"KERNELS": "off"},
-    "--pooling": {"MAX_TOKENS": "0"},
-    **dict.fromkeys(("--models-memory", "--max-loaded-models"), SEVERAL),
-}
-"""Options that require another one."""
-ALONE = (
-    *("--chat-template", "--chat-template-file", "--further-model", "--replicas", "--tensor-parallel", "--uds"),
-    "--workers",
-)
-"""Options that others rule out."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,13 +53,6 @@ def settings(capsys: Capture, *argv: str) -> dict[str, Any]:
     return parse(run(capsys, *argv, "--print-config")[0])
 
 
-SAMPLES: dict[str, tuple[str, object]] = {
-    "--workers": ("http://a", ["http://a"]),
-    "--max-body-bytes": ("2000", 2000),
-    "--chat-template-kwargs": ('{"a": 1}', '{"a": 1}'),
-}
-
-
 def write(path: Path, text: str) -> str:
     path.write_text(text, encoding="utf-8")
     path.chmod(0o600)
@@ -88,62 +62,29 @@ def write(path: Path, text: str) -> str:
 # ---- environment variables
 
 
-def sample(option: Argument) -> tuple[str, object]:
-    """Return a value other than the default, as text in the environment and as the command receives it."""
-    hints = get_args(option.hint) if get_origin(option.hint) in (Union, UnionType) else (option.hint,)
-    is_list = any(get_origin(hint) not in (None, Literal) for hint in hints)
-    first = next(hint for hint in hints if hint is not NoneType)
-    kind = get_args(first)[0] if get_origin(first) not in (None, Literal) else first
-    choices = [choice for choice in (option.get_choices(force=True) or ()) if choice not in ("", "auto", "mps")]
-    if choices and kind not in (bool, int, float):
-        wanted = next(choice for choice in reversed(choices) if choice != option.field_info.default)
-        return wanted, wanted
-    if kind is bool:
-        is_on = option.field_info.default is not True
-        return str(is_on).lower(), is_on
-    one: tuple[str, object] = {int: ("9", 9), float: ("0.5", 0.5)}.get(kind, ("/x", "/x"))
-    return (one[0], [one[1]]) if is_list else one
+@pytest.mark.parametrize(
+    ("command", "name", "text", "value"),
+    [
+        ("serve", "port", "9000", 9000),
+        ("serve", "served-model-name", "a", ["a"]),
+        ("chat", "temperature", "0.5", 0.5),
+        ("chat", "quiet", "true", True),
+        ("generate", "cache-type", "paged", "paged"),
+        ("generate", "max-tokens", "none", "none"),
+        ("bench", "repeat", "2", 2),
+    ],
+)
+def test_options_are_read_from_the_environment(
+    command: str, name: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv(f"NANO_INFERENCE_{name.replace('-', '_').upper()}", text)
+    assert settings(capsys, command)[name] == value
 
 
-def every_option() -> list[tuple[tuple[str, ...], list[Argument]]]:
-    """Return the options of each command."""
-    return [
-        (path, [one for one in options_of(app.assemble_argument_collection()) if one.name[2:] not in NOT_IN_FILES])
-        for path, app in walk_commands(build_app())
-    ]
-
-
-def environments() -> Iterator[tuple[tuple[str, ...], list[Argument], dict[str, str]]]:
-    """Yield (command, options, values of further variables): options that another one rules out come alone."""
-    for path, options in every_option():
-        together = [one for one in options if one.name not in COMPANIONS and one.name not in ALONE]
-        yield path, together, {}
-        for one in options:
-            if one not in together:
-                yield path, [one], COMPANIONS.get(one.name, {})
-
-
-def test_every_option_has_an_environment_variable(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """Set the variables of a command; it must receive each value."""
-    wrong = []
-    for path, options, companions in environments():
-        values = [(one, *(SAMPLES.get(one.name) or sample(one))) for one in options]
-        with monkeypatch.context() as patched:
-            for name, companion in companions.items():
-                patched.setenv(f"NANO_INFERENCE_{name}", companion)
-            for option, text, _ in values:
-                patched.setenv(variable_of(option), text)
-            code = main([*path, *NEEDED.get(" ".join(path), ()), "--print-config"])
-        out, err = capsys.readouterr()
-        if code:
-            wrong.append((path, err))
-            continue
-        for option, _, value in values:
-            is_secret = option.name in ("--api-key", "--admin-key")
-            key = option.name[2:]
-            if (f"# {key} is set, and not shown" not in out) if is_secret else parse(out).get(key) != value:
-                wrong.append(((*path, option.name), out))
-    assert not wrong
+def test_secret_of_the_environment_is_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setenv("NANO_INFERENCE_API_KEY", "a-long-secret")
+    page, _ = run(capsys, "serve", "--print-config")
+    assert "# api-key is set, and not shown" in page and "a-long-secret" not in page
 
 
 # ---- files

@@ -348,6 +348,8 @@ def test_withheld_whitespace_is_limited(fmt: ToolFormat) -> None:
     events = run(HERMES, text + f"<tool_call>{F}</tool_call>")
     assert events == [Content("a" + " " * (1000 - MAX_SPACES)), *call(0, "f", '{"a": 1}')]
     assert run(fmt, text) == [Content(text)]
+    after = run(HERMES, f"a<tool_call>{F}</tool_call>" + " " * 1000 + "b")
+    assert after == [Content("a"), *call(0, "f", '{"a": 1}'), Content(" " * MAX_SPACES + "b")]
 
 
 def test_too_deep_nesting_is_invalid() -> None:
