@@ -23,7 +23,7 @@ from nano_inference.support.packages import PACKAGES, MissingPackage, needed
 from nano_inference.types import ModelError
 from tests.bare import exercise
 from tests.forking import Forks
-from tests.loader.tiny_models import make_model, write_gguf
+from tests.loading.tiny_models import make_model, write_gguf
 from tests.server.tiny import make_tiny
 
 ROOT = Path(__file__).parents[1]

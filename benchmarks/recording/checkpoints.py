@@ -78,7 +78,7 @@ def _write_blocks(path: Path, kind_name: str) -> Path:
     import gguf
     import numpy as np
 
-    from tests.loader import tiny_models
+    from tests.loading import tiny_models
 
     kind = gguf.GGMLQuantizationType[kind_name]
     model = tiny_models.make_model("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=3)

@@ -24,7 +24,7 @@ from tests.cuda.engines import CPU, executor_of
 from tests.cuda.models import config_of
 from tests.cuda.plain import plain_kernels
 from tests.executors.random_programs import Writer
-from tests.loader import tiny_models
+from tests.loading import tiny_models
 from tests.models.families import make_model
 
 CUDA = torch.device("cuda")

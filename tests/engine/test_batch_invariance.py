@@ -21,7 +21,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.types import SamplingParams, TrainingSample
-from tests.loader import tiny_models
+from tests.loading import tiny_models
 from tests.models.families import make_model
 from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
 

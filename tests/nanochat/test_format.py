@@ -18,7 +18,7 @@ from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
 from nano_inference.nanochat.checkpoint import Inferred
 from nano_inference.nanochat.format import open_tensors, own_config
 from nano_inference.types import BadRequest, ModelError
-from tests.loader.tiny_models import make_model, save
+from tests.loading.tiny_models import make_model, save
 from tests.nanochat.tiny import (
     GENERATIONS,
     SPECIAL_IDS,

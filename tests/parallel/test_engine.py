@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import EnginePaused
 from tests.engine.test_lookahead import REQUESTS, run_all
-from tests.loader import tiny_models
+from tests.loading import tiny_models
 from tests.models.families import FAMILIES, KINDS, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
 from tests.parallel.ranks import open_ranks

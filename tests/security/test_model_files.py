@@ -1,7 +1,7 @@
 """Model directories that bring code along: nothing of it is imported or run, and what costs much is bounded.
 
-Elsewhere: `.pt` files that call os.system (tests/loader/test_pt_file.py), tokenizer.pkl that does
-(tests/text/test_nanochat_pickle.py), pickled weights and tokenizers by name (tests/loader/test_bad_files.py,
+Elsewhere: `.pt` files that call os.system (tests/loading/test_pt_file.py), tokenizer.pkl that does
+(tests/nanochat/test_pickled.py), pickled weights and tokenizers by name (tests/loading/test_bad_files.py,
 tests/text/test_tokenizer.py).
 """
 

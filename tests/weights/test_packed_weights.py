@@ -14,7 +14,7 @@ import transformers
 from nano_inference import InferenceEngine, SamplingParams, WeightError, weights_checksum
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.matrix import GGML
-from tests.loader import tiny_models
+from tests.loading import tiny_models
 from tests.nanochat.tiny import base_meta, model_config, state_dict, write_checkpoint
 from tests.weights.pairs import OpenEngine, Pair
 

@@ -13,7 +13,7 @@ from nano_inference.loading import pieces
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.safetensors_file import INDEX_NAME, read_header
 from nano_inference.types import ModelError
-from tests.loader.tiny_models import FAMILIES, make_model, read_all, save, weights_of
+from tests.loading.tiny_models import FAMILIES, make_model, read_all, save, weights_of
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,7 +20,7 @@ from nano_inference.loading.gguf_file import GgufTensor, read_gguf
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError
-from tests.loader.tiny_models import (
+from tests.loading.tiny_models import (
     GGUF_ARCHITECTURES,
     HALVES,
     finish,

@@ -14,7 +14,7 @@ from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.gguf_file import read_gguf
 from nano_inference.loading.safetensors_file import read_header
 from nano_inference.types import BadRequest, ModelError
-from tests.loader.tiny_models import gguf_bytes, make_model, save
+from tests.loading.tiny_models import gguf_bytes, make_model, save
 
 
 @pytest.fixture(scope="module")

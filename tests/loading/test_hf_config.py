@@ -16,7 +16,7 @@ from nano_inference.loading.hf_config import model_config
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError
-from tests.loader.tiny_models import COMMON, FAMILIES, make_config
+from tests.loading.tiny_models import COMMON, FAMILIES, make_config
 
 LLAMA = {**COMMON, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -21,7 +21,7 @@ from nano_inference.executors.cpu.library import BF16, F16, F32, INT8
 from nano_inference.executors.cpu.matrix import GGML
 from nano_inference.executors.opening import load_kernel_model
 from nano_inference.loading.checkpoint import open_checkpoint
-from tests.loader.tiny_models import converted, finish, random_blocks, read_all, write_metadata
+from tests.loading.tiny_models import converted, finish, random_blocks, read_all, write_metadata
 from tests.models.families import FAMILIES, gap, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint
 
