@@ -14,12 +14,12 @@ import math
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from nano_inference.core.admission import requests_for, scoring_requests
 from nano_inference.core.outbox import Outbox
@@ -41,55 +41,18 @@ from nano_inference.types import (
 )
 from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
+if TYPE_CHECKING:
+    from nano_inference.engine import InferenceEngine  # imports torch
+
 Answer = TypeVar("Answer")
 
-_WATCHDOG_S = 1.0
-"""Most seconds between two checks of the watchdog."""
+_WATCHDOG_S = 1.0  # most seconds between two checks of the watchdog
 _WATCH_S = 0.25
 """Seconds between two turns of an idle engine while something is watched: a silent source of weights may time out."""
 _log = logging.getLogger(__name__)
 
 
-class DrivenEngine(Protocol):
-    """The part of `InferenceEngine`, whose module imports torch, that the thread and the server use."""
-
-    @property
-    def failure(self) -> BaseException | None: ...
-    @property
-    def is_halted(self) -> bool: ...
-    @property
-    def is_paused(self) -> bool: ...
-    @property
-    def is_pausing(self) -> bool: ...
-    @property
-    def is_asleep(self) -> bool: ...
-    @property
-    def has_weights(self) -> bool: ...
-    def add(self, request: EngineRequest, *, claim: bool = False) -> int: ...
-    def take_deltas(self, request_ids: Container[int]) -> list[Delta]: ...
-    def collect(self, request_id: int) -> list[TrainingSample]: ...
-    def end_requests(self, request_ids: Iterable[int] | None = None) -> tuple[Delta, ...]: ...
-    def has_pending(self) -> bool: ...
-    def tick(self) -> StepResult: ...
-    def shutdown(self) -> None: ...
-    def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False, blocking: bool = True) -> None: ...
-    def cancel_pause(self) -> bool: ...
-    def resume(self) -> None: ...
-    def flush_cache(self) -> int: ...
-    def sleep(self, *, discard_weights: bool = False) -> None: ...
-    def wake(self) -> None: ...
-    def start_update(self, update: WeightUpdate) -> int: ...
-    def finish_update(self, timeout: float | None = None) -> int: ...
-    def commit_update(self, *, blocking: bool = True, version: int | None = None) -> int: ...
-    def cancel_update(self) -> bool: ...
-    def label_weights(self, label: WeightLabel, *, are_next: bool = False) -> None: ...
-    def expect_checksum(self, checksum: str) -> None: ...
-    def weight_info(self) -> WeightInfo: ...
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    def weights_dtype(self) -> str: ...
-    def weights_checksum(self) -> str: ...
-
-
+DrivenEngine: TypeAlias = "InferenceEngine"
 Engine = TypeVar("Engine", bound=DrivenEngine)
 
 
@@ -147,18 +110,14 @@ class AsyncEngine(Generic[Engine]):
         self._open_engine = open_engine
         self._observer = observer
         self._end_error = end_error or _dead
-        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        """Commands for the thread."""
+        self._inbox: SimpleQueue[Callable[[], object]] = SimpleQueue()  # commands for the thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._watchdog: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self._outboxes: set[Outbox] = set()
-        """Those of callers that have not left."""
-        self._unanswered: set[asyncio.Future[Any]] = set()
-        """Futures of `call` and `watch`."""
-        self._num_pausing = 0
-        """Calls that wait until the engine is paused."""
+        self._outboxes: set[Outbox] = set()  # those of callers that have not left
+        self._unanswered: set[asyncio.Future[Any]] = set()  # futures of `call` and `watch`
+        self._num_pausing = 0  # calls that wait until the engine is paused
         self._busy_since: float | None = None
         """When the current work started; None while the thread waits. Written by the thread."""
         # Accessed only on the thread:
@@ -166,17 +125,13 @@ class AsyncEngine(Generic[Engine]):
         """Id of a request that was not collected -> its outbox and index there."""
         self._watches: dict[asyncio.Future[Any], Callable[[], Any]] = {}
         """Future -> the function to call after every turn."""
-        self._is_draining = False
-        """Whether to end requests that cannot run."""
+        self._is_draining = False  # whether to end requests that cannot run
         self._is_ending = False
-        self._num_overrides = 0
-        """Commands that ended a waiting pause: resumes, and pauses with mode "keep"."""
-        self._num_updates = 0
-        """Updates that were started here; the number of each is its place."""
+        self._num_overrides = 0  # commands that ended a waiting pause: resumes, and pauses with mode "keep"
+        self._num_updates = 0  # updates that were started here; the number of each is its place
         self._failed_update: tuple[int, Exception] | None = None
         """The number and the error of the latest update that failed."""
-        self._num_cancelled = 0
-        """The largest number of a cancelled update."""
+        self._num_cancelled = 0  # the largest number of a cancelled update
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
@@ -430,7 +385,14 @@ class AsyncEngine(Generic[Engine]):
 
     async def _started_update(self, update: WeightUpdate, number: list[int]) -> asyncio.Future[WeightInfo]:
         """Do what `start_update` does; append the update's number once the thread has started it."""
-        update = replace(update, on_gathered=_both(self.wake, update.on_gathered))
+        on_gathered = update.on_gathered
+
+        def gathered() -> None:
+            self.wake()
+            if on_gathered is not None:
+                on_gathered()
+
+        update = replace(update, on_gathered=gathered)
 
         def start(engine: Engine) -> None:
             if engine.weight_info().update == "failed":  # its caller would get the end of the next one
@@ -741,17 +703,6 @@ class AsyncEngine(Generic[Engine]):
 
 def _nothing() -> None:
     """Do nothing: the thread takes a turn."""
-
-
-def _both(first: Callable[[], None], second: Callable[[], None] | None) -> Callable[[], None]:
-    """Return a function that calls `first`, and `second` unless it is None."""
-
-    def call() -> None:
-        first()
-        if second is not None:
-            second()
-
-    return call
 
 
 def _dead(cause: BaseException | None) -> EngineDead:
