@@ -47,8 +47,7 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, EngineDead, ModelError, SamplingParams
 from nano_inference.weights.sync import WeightSyncManager
 
-_COPY_SHARE = 8
-"""The default KV cache of a copied engine has one block for 8 of the original."""
+_COPY_SHARE = 8  # the default KV cache of a copied engine has one block for 8 of the original
 
 _log = logging.getLogger("nano_inference")
 

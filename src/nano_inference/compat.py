@@ -156,9 +156,7 @@ class Block(NamedTuple):
 
     block_id: int
     ref_count: int  # number of holders; a block of a sequence counts that sequence alone
-    hash: (
-        int | None
-    )  # `compute_block_hash` of the tokens, after that of the block before; None unless the block is full
+    hash: int | None  # of the tokens, after that of the block before; None unless the block is full
     token_ids: tuple[int, ...] = ()  # of a sequence: the tokens whose K/V it has room for; fewer in its last block
 
 

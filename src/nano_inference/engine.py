@@ -73,18 +73,14 @@ class InferenceEngine:
         self.config = config = config_of(config)
         self.parts = parts = assemble(config) if parts is None else parts
         self._admission = Admission(config, parts.limits(config.lineage or secrets.token_hex(8)), parts.stop_matcher)
-        self._core = self._new_core()
-        self._mail = Mailboxes(self._core, self._admission)
+        self._empty_queues()
         self._driving = Driving()
         self._group: WeightGroup | None = None
-        self._end: BaseException | None = None
-        """Why the engine accepts no more work."""
+        self._end: BaseException | None = None  # why the engine accepts no more work
         self._is_paused = False
-        self._pause_clears: bool | None = None
-        """Whether the waiting `pause("wait", blocking=False)` forgets all K/V; None if no pause waits."""
+        self._pause_clears: bool | None = None  # whether the pause that waits forgets all K/V; None if none waits
         self._is_asleep = False
-        self._failed_update: WeightError | None = None
-        """Error of an update that `finish_update` has not raised yet."""
+        self._failed_update: WeightError | None = None  # error of an update that `finish_update` has not raised yet
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
@@ -851,14 +847,13 @@ class InferenceEngine:
             if self.parts.executor is not None:
                 self.parts.executor.close()
             self.parts = self.parts.closed()
-            self._core = self._new_core()
-            self._mail = Mailboxes(self._core, self._admission)
+            self._empty_queues()
 
-    def _new_core(self) -> Core:
-        """Return a core with empty queues."""
+    def _empty_queues(self) -> None:
         parts = self.parts
         limits = parts.scheduler_config(self.config)
-        return Core(parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
+        self._core = Core(parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
+        self._mail = Mailboxes(self._core, self._admission)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an engine owns memory and threads, and cannot be pickled or copied: pickle its config")

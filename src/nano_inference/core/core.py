@@ -52,13 +52,10 @@ class Core:
         self._limits = limits
         self._urgent_limits = replace(limits, lookahead=1)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._running: list[Sequence] = []
-        """Ascending by id, that is, oldest first."""
+        self._running: list[Sequence] = []  # ascending by id, that is, oldest first
         self._speculator = Speculator(make_drafter, limits.max_draft_tokens)
-        self._open: Counter[int] = Counter()
-        """Request id -> number of its sequences that have not ended."""
-        self._started: set[int] = set()
-        """Open requests of which a sequence was ever started."""
+        self._open: Counter[int] = Counter()  # request id -> number of its sequences that have not ended
+        self._started: set[int] = set()  # open requests of which a sequence was ever started
 
     def has_work(self) -> bool:
         """Return whether any sequence waits or runs."""

@@ -26,20 +26,16 @@ class Mailboxes:
     def __init__(self, core: Core, admission: Admission) -> None:
         self._core = core
         self._admission = admission
-        self._live: dict[int, list[Sequence]] = {}
-        """Request id -> its sequences that have not ended."""
-        self._deltas: dict[int, deque[Delta]] = {}
-        """Claimed request -> its deltas that were not taken."""
+        self._live: dict[int, list[Sequence]] = {}  # request id -> its sequences that have not ended
+        self._deltas: dict[int, deque[Delta]] = {}  # claimed request -> its deltas that were not taken
         self._collections: dict[int, list[TrainingSample]] = {}
         """Request of a running call, unless claimed -> its finished samples; its deltas are not kept."""
-        self._unread: set[int] = set()
-        """Claimed requests with new deltas since the last `take_deltas`."""
+        self._unread: set[int] = set()  # claimed requests with new deltas since the last `take_deltas`
         self._finished: list[TrainingSample] = []
         """Finished samples of requests that are neither claimed nor owned by a call."""
         self.num_ended = 0
         """Number of requests that have ended."""
-        self._owned: set[int] = set()
-        """Requests of the running call."""
+        self._owned: set[int] = set()  # requests of the running call
         self._streams: dict[weakref.ref[DeltaStream], int] = {}
         self._ended_streams: deque[int | weakref.ref[DeltaStream]] = deque()
         """Requests of closed streams, and references to dropped ones, that are still to be aborted."""

@@ -61,8 +61,7 @@ class Outbox:
         self.num_unread = 0
         """Unread tokens; a delta without tokens counts as one."""
         self._unread: deque[PromptDelta] = deque()
-        self._merges_at = MAX_SINGLE
-        """Number of deltas at which they are merged."""
+        self._merges_at = MAX_SINGLE  # number of deltas at which they are merged
         self._num_open = self.num_samples
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
