@@ -1,4 +1,7 @@
-"""A short run of benchmarks/reliability/fuzz_engine.py on fixed worlds, and errors that it must find."""
+"""A short run of benchmarks/reliability/fuzz_engine.py on fixed worlds, and errors that it must find.
+
+Every number of a world is compared with Transformers under the weights that computed each slot of the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,17 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
-import torch
 
 RELIABILITY = str(Path(__file__).parents[2] / "benchmarks" / "reliability")
 sys.path.insert(0, RELIABILITY)
 
-import fuzz_engine  # noqa: E402
-from differential.oracle import Distribution, DrawContext, uniform  # noqa: E402
 from fuzz_engine import Plan, Totals, try_world  # noqa: E402
 
 from nano_inference.core.step import BlockCopy, Row, RowResult, Runner  # noqa: E402
-from nano_inference.executors import sampling  # noqa: E402
-from nano_inference.types import SamplingParams  # noqa: E402
+from nano_inference.types import OnRunning  # noqa: E402
 
 PLANS = (
     Plan(1001, "llama3-rope-ratio3-tied", "c"),
@@ -31,6 +31,10 @@ PLANS = (
     Plan(3001, "gemma3", "torch"),
 )
 """The cheapest first."""
+SMALL_PLANS = tuple(
+    Plan(seed, ("llama-ratio1-untied", "qwen3-ratio3-tied", "llama3-rope-ratio3-tied")[seed % 3], "c")
+    for seed in range(4001, 4013)
+)
 CUDA_PLANS = (
     Plan(5, "qwen3-ratio3-tied", "cuda"),
     Plan(7, "qwen3-ratio3-tied", "cuda"),
@@ -46,30 +50,29 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "nano_inference")
 
 
-def test_fixed_worlds_agree_with_the_oracle() -> None:
+@pytest.mark.parametrize(
+    ("plans", "least"),
+    [
+        pytest.param(PLANS, 3, marks=pytest.mark.slow, id="families"),
+        pytest.param(SMALL_PLANS, 9, marks=pytest.mark.slow, id="small"),
+        pytest.param(CUDA_PLANS, 9, marks=pytest.mark.slow, id="cuda"),
+    ],
+)
+def test_fixed_worlds_agree_with_the_oracle(plans: tuple[Plan, ...], least: int) -> None:
     totals = Totals()
-    for plan in PLANS:
-        totals.add(plan, try_world(plan))
-    assert totals.failures == []
-    assert totals.worst <= 1e-4
-    enough = {"tokens": 800, "preemptions": 4, "updates": 8, "aborts": 4, "resumed": 3, "replays": 5, "drafts": 3}
-    found = {name: totals.counts[name] for name in (*enough, "tokens over mixed K/V", "refused updates")}
-    assert min(found.values()) > 0 and all(found[name] >= least for name, least in enough.items()), found
-
-
-def test_fixed_worlds_on_the_cuda_executor_agree_with_the_oracle() -> None:
-    totals = Totals()
-    for plan in CUDA_PLANS:
+    for plan in plans:
         totals.add(plan, try_world(plan))
     assert totals.failures == [] and totals.worst <= 1e-4
-    enough = {"tokens": 600, "preemptions": 10, "updates": 9, "aborts": 9, "drafts": 20, "resumed": 9}
-    assert all(totals.counts[name] >= least for name, least in enough.items()), totals.counts
+    for name in ("preemptions", "updates", "aborts", "resumed", "drafts"):
+        assert totals.counts[name] >= least, totals.counts
+    if plans is SMALL_PLANS:
+        kinds = [f"updates {how}" for how in get_args(OnRunning)]
+        assert min(totals.counts[name] for name in (*kinds, "refused updates", "pause", "sleep")) >= 3, totals.counts
+        assert totals.counts["tokens over mixed K/V"] > 50
 
 
 class Spoiled:
     """A runner whose rows, copies or results are changed on the way."""
-
-    failure = None
 
     def __init__(
         self,
@@ -84,11 +87,8 @@ class Spoiled:
         self._result = result
         self._has_copies = has_copies
 
-    def free_cache(self) -> None:
-        self._inner.free_cache()
-
-    def restore_cache(self) -> None:
-        self._inner.restore_cache()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def run(
         self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]
@@ -118,52 +118,7 @@ SPOILS: dict[str, Callable[[Runner], Runner]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", SPOILS)
 def test_fuzzer_detects_a_wrong_runner(error: str) -> None:
     assert any(try_world(plan, SPOILS[error]).faults for plan in PLANS)
-
-
-def test_the_printed_command_repeats_its_world() -> None:
-    plan = Plan(5, "gemma2", "torch", 100)
-    given = fuzz_engine.arguments(plan.command.split()[2:])
-    assert fuzz_engine.plans(given) == [plan]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_the_oracle_draws_as_the_sampler_does(seed: int) -> None:
-    """On the same logits both give the same token, mask and log-probability."""
-    logits_BV = torch.randn(1, 200, generator=torch.Generator().manual_seed(seed)) * 2
-    params = SamplingParams(
-        temperature=0.7,
-        top_k=(0, 9)[seed % 2],
-        top_p=(1.0, 0.8)[seed // 2 % 2],
-        min_p=(0.0, 0.05, 0.2)[seed // 4],
-        repetition_penalty=1.3,
-        frequency_penalty=0.4,
-        sampling_mask=True,
-    )
-    history = (3, 5, 5, 9, 9, 9)
-    row = Row(
-        id=0,
-        tokens=(9,),
-        prev_token=9,
-        start=5,
-        blocks=(),
-        num_sampled=1,
-        params=params,
-        logprobs_mode="processed",
-        seed=seed,
-        sample_index=2,
-        history=history,
-        num_prompt=2,
-    )
-    (found,) = sampling.draw(logits_BV.clone(), [row])
-    (token,), (logprob,), (extra,) = found.tokens, found.logprobs, found.extras
-    context = DrawContext(params=params, mode="processed", history=history, num_prompt=2, uniform=uniform(seed, 2, 6))
-    distribution = Distribution(logits_BV[0], context)
-    assert distribution.accept_mask(extra.sampling_mask) and distribution.is_drawable(token)
-    interval = distribution.interval(token)
-    assert interval is not None
-    assert logprob == pytest.approx(interval.low, abs=1e-5) and logprob == pytest.approx(interval.high, abs=1e-5)
-    others = [other for other in range(200) if other != token and distribution.is_drawable(other)]
-    assert len(others) <= 1, "only a neighbour at a border may do as well"
