@@ -44,11 +44,3 @@ def test_every_option_has_help() -> None:
     for path, options in OPTIONS.items():
         for option in options:
             assert option.parameter.help, (path, option.name)
-
-
-def test_groups_list_their_commands(capsys: Capture) -> None:
-    for argv in ((), ("--help",), ("models",), ("models", "--help")):
-        text = page(capsys, *argv)
-        wanted = [path[-1] for path in COMMANDS if path[:-1] == tuple(word for word in argv if word != "--help")]
-        assert all(f"│ {name} " in text for name in wanted) and "Commands" in text
-        assert ("--version" in text) == ("models" not in argv)

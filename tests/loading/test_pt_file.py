@@ -82,11 +82,6 @@ def test_zip_file_is_memory_mapped(tmp_path: Path) -> None:
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
-def test_integer_tensors_are_returned(tmp_path: Path) -> None:
-    torch.save({"tokens_per_expert_counter": torch.arange(3), "b": torch.arange(3).int()}, tmp_path / "x.pt")
-    assert read_pt(tmp_path / "x.pt")["tokens_per_expert_counter"].dtype == torch.int64
-
-
 ATTACKS: dict[str, Callable[[str], object]] = {
     "system": lambda mark: Call(os.system, f"touch {mark}"),
     "eval": lambda mark: Call(eval, f"open({mark!r}, 'w')"),
@@ -135,11 +130,6 @@ def test_attacks_do_not_run(tmp_path: Path, name: str) -> None:
 def test_only_flat_dicts_of_dense_tensors_are_accepted(tmp_path: Path, value: object, text: str) -> None:
     torch.save(value, tmp_path / "x.pt")
     assert text in message(tmp_path / "x.pt")
-
-
-def test_unsupported_dtype_is_rejected(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "x.pt")
-    assert "which plain tensors do not need" in message(tmp_path / "x.pt")
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:

@@ -443,25 +443,6 @@ def test_constants_not_supported_by_a_format_are_rejected(tmp_path: Path) -> Non
         assert again.ropes[0].table_dtype == "float32"
 
 
-def test_rope_dtype_and_decode_window_are_exported(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", "G2")
-    checkpoint = open_checkpoint(source, ("decode_window=full",))
-    again = open_checkpoint(export_safetensors(checkpoint, source, tmp_path / "b"))
-    assert again.config == checkpoint.config and again.inferred is not None
-    assert (again.inferred.constants.rope_dtype, again.inferred.constants.decode_window) == ("bfloat16", "full")
-    assert again.inferred.notes == ("rope_dtype=bfloat16 (config.json)", "decode_window=full (config.json)")
-
-
-def test_model_of_other_family_is_rejected(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "a")
-    for export in (export_hf, export_safetensors, export_nanochat):
-        with pytest.raises(ModelError, match="is LlamaForCausalLM; only nanochat models can be exported"):
-            export(open_checkpoint(tmp_path / "a"), None, tmp_path / "b")
-
-
 EXPORTERS = (export_hf, export_safetensors, export_nanochat)
 
 

@@ -50,28 +50,10 @@ NUMBERS = (0, 1, 2, 3, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2*
 DEEP = "@deep@"
 """Placeholder for nested lists, which `json.dumps` cannot write."""
 ODD_VALUES: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        2,
-        3,
-        255,
-        2**31 - 1,
-        2**31,
-        2**32,
-        2**53 + 1,
-        2**63 - 1,
-        2**63,
-        2**64 - 1,
-        -(2**63),
-    ),
-    *(10**30, 10**400, 0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan"), "", "x", "a" * 300, "\ud800", "\0", "²"),
-    *("../x", "<|im_end|>", "{{ 1 }}", "{% for %}", "$A", "▁", "nan", [], {}, [[]], [1, 2, 3], [0] * 1000, {"a": 1}),
-    *({"type": "ByteLevel"}, {"Regex": "("}, {"String": ""}, {"content": "x"}, {"id": 0}, DEEP),
+    *(None, True, False, 0, 1, -1, 2, 3, 255, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1),
+    *(-(2**63), 10**30, 10**400, 0.5, -0.0, 1e-320, 1e308, float("inf"), float("nan"), "", "x", "a" * 300, "\ud800"),
+    *("\0", "²", "../x", "<|im_end|>", "{{ 1 }}", "{% for %}", "$A", "▁", "nan", [], {}, [[]], [1, 2, 3], {"a": 1}),
+    *([0] * 1000, {"type": "ByteLevel"}, {"Regex": "("}, {"String": ""}, {"content": "x"}, {"id": 0}, DEEP),
 )
 
 Mutate = Callable[[Random], bytes]
@@ -260,40 +242,17 @@ def _changed_key(random: Random, key: Key) -> Key:
 
 
 def _changed_entry(random: Random, entry: Entry) -> Entry:
-    choice = random.randrange(5)
-    sizes = list(entry.sizes)
-    if choice == 0:
-        at = random.randrange(len(sizes))
-        sizes[at] = random.choice(
-            (0, 1, 32, 256, sizes[at] * 2, sizes[at] // 2, sizes[at] + 1, 2**31, 2**63, 2**64 - 1)
-        )
-        return replace(entry, sizes=tuple(sizes))
-    if choice == 1:
-        shapes: tuple[list[int], ...] = (
-            sizes[::-1],
-            [*sizes, 1],
-            [1, *sizes],
-            sizes[:1],
-            [*sizes, 2],
-            [],
-            sizes * 3,
-            [sizes[0], *sizes],
-        )
-        return replace(entry, sizes=tuple(random.choice(shapes)))
-    if choice == 2:
-        return replace(entry, kind=random.choice((random.randrange(42), random.randrange(42), 2**31, 2**32 - 1)))
-    if choice == 3:
-        offsets = (0, entry.offset + 32, max(0, entry.offset - 32), 2**63, 2**64 - 32, 31, entry.offset * 2)
-        return replace(entry, offset=random.choice(offsets))
-    names = (
-        b"",
-        b"\xff",
-        b"blk.0.attn_q.weight",
-        b"blk.00.attn_q.weight",
-        b"blk.9999.attn_k.weight",
-        b"blk.0.attn_q.bias",
+    sizes, end = entry.sizes or (1,), entry.offset + 32
+    changes: Sequence[tuple[str, Sequence[Any]]] = (
+        ("sizes", [(number, *sizes[1:]) for number in (0, 1, 32, sizes[0] * 2, sizes[0] // 2, sizes[0] + 1, 2**63)]),
+        ("sizes", (sizes[::-1], (*sizes, 1), (1, *sizes), sizes[:1], (*sizes, 2), (), sizes * 3, (sizes[0], *sizes))),
+        ("kind", (random.randrange(42), random.randrange(42), 2**31, 2**32 - 1)),
+        ("offset", (0, end, max(0, end - 64), 2**63, 2**64 - 32, 31, entry.offset * 2)),
+        ("name", (b"", b"\xff", b"blk.0.attn_q.weight", b"blk.9999.attn_k.weight", b"blk.0.attn_q.bias")),
+        ("name", (entry.name + b"x", b"output.weight", b"token_embd.weight")),
     )
-    return replace(entry, name=random.choice((*names, entry.name + b"x", b"output.weight", b"token_embd.weight")))
+    field, values = random.choice(changes)
+    return replace(entry, **{field: random.choice(values)})
 
 
 def safetensors_mutant(random: Random, data: bytes) -> bytes:

@@ -197,14 +197,6 @@ def test_functions_are_described_in_the_first_message_without_system_support(sou
     assert "Wetter für {city}" in render(chat_template(source, where="m"), messages)
 
 
-def test_description_contains_each_function_and_an_example_call() -> None:
-    text = explained(TOOLS)
-    lines = text[text.index("<tools>\n") + 8 : text.index("\n</tools>")].splitlines()
-    assert [json.loads(line) for line in lines] == TOOLS
-    shown = text[text.index("<tool_call>") + 11 : text.index("</tool_call>")]
-    assert set(json.loads(shown)) == {"name", "arguments"}
-
-
 def test_calls_and_results_become_text() -> None:
     messages = with_tools(TALK, [], CHATML)
     assert messages == [
@@ -223,12 +215,3 @@ def test_calls_and_results_become_text() -> None:
     state, events = push(start(HERMES, ("weather", "now")), messages[1]["content"])
     assert [event.name for event in events if isinstance(event, CallStart)] == ["weather", "now"]
     assert not finish(state)
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [[], [{"role": "user", "content": None}], [{"role": "tool", "content": None}], [{"role": "tool", "content": [1]}]],
-)
-def test_messages_without_text_are_refused(messages: Any) -> None:
-    with pytest.raises(BadRequest, match=r"^messages"):
-        with_tools(messages, TOOLS, CHATML)

@@ -270,12 +270,6 @@ def test_model_may_be_switched_by_an_alias(server: Scripted, capsys: Capture, mo
     assert re.search(r"models +a, b\n", out + err)
 
 
-def test_server_without_model_list(server: Scripted, capsys: Capture) -> None:
-    server.models_status = "404 Not Found"
-    server.answer("hi")
-    assert ask(capsys, server.url, "--model", "mine")[0] == "hi\n" and server.post()["model"] == "mine"
-
-
 @pytest.mark.parametrize(
     ("script", "out", "said"),
     [
@@ -316,12 +310,6 @@ def test_partial_answer_stays_in_the_conversation(forker: Forker, server: Script
         screen.prompt()
         screen.send("\x04")
         assert screen.leave() == 0
-
-
-def test_https_to_plain_server_is_one_line(capsys: Capture, server: Scripted) -> None:
-    """A failed TLS handshake is one line."""
-    _, err = ask(capsys, server.url.replace("http://", "https://"), code=1)
-    assert err.startswith("nano-inference: https://127.0.0.1:") and err.count("\n") == 1
 
 
 def test_invalid_usage_is_reported_before_requests(capsys: Capture) -> None:

@@ -174,18 +174,6 @@ def test_input_during_answer_is_queued_without_echo(forker: Forker, server: Scri
         assert screen.leave() == 0
 
 
-def test_ctrl_d_during_answer_quits_after_it(forker: Forker, server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
-        screen.send("question\r")
-        server.say("first ")
-        screen.wait("first")
-        screen.send("\x04")
-        server.answer("second")
-        screen.wait("first second")
-        assert screen.leave() == 0
-
-
 def test_multi_line_messages(forker: Forker, server: Scripted) -> None:
     typed = {
         '"""one\r/two\r\rthree"""\r': "one\n/two\n\nthree",
