@@ -7,7 +7,7 @@ feeds a divided buffer keeps some rows of its matrices; one that reads a divided
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -153,9 +153,12 @@ class _Division:
             elif isinstance(op, Linear):
                 done += self._linear(op, demand, own)
             elif isinstance(op, Attend):
-                done.append(self._attend(op))
+                heads, kv = self._heads(op.num_heads, 1), self._heads(op.num_kv_heads, 1)
+                done.append(replace(op, num_heads=len(heads), num_kv_heads=len(kv)))
             else:
-                _check_columns(op, own)
+                split = set(op.reads) & own.keys() - {"logits"}  # `Widen` and `Softcap` work on any columns
+                if split and not isinstance(op, HeadNorm | Rotate | Store | GateValues | Activate | Keep):
+                    raise ValueError(f"tensor_parallel: {type(op).__name__} reads {split.pop()}, which is divided")
                 done.append(op)
             own = {name: columns for name, columns in own.items() if name not in op.writes or name in op.reads}
             if isinstance(op, Attend):
@@ -195,10 +198,6 @@ class _Division:
             return range(head * width, (head + 1) * width)
         each = count // self.size * width
         return range(self.rank * each, (self.rank + 1) * each)
-
-    def _attend(self, op: Attend) -> Attend:
-        heads, kv = self._heads(op.num_heads, 1), self._heads(op.num_kv_heads, 1)
-        return replace(op, num_heads=len(heads), num_kv_heads=len(kv))
 
     def _embed(self, op: Embed, demand: Mapping[str, range]) -> list[Op]:
         """Divide a table by columns if its output is divided, otherwise by rows."""
@@ -246,10 +245,3 @@ class _Division:
         shape = list(spec.shape)
         shape[cut.axis] = cut.stop - cut.start
         return replace(spec, shape=tuple(shape))
-
-
-def _check_columns(op: Op, own: Iterable[str]) -> None:
-    """Raise `ValueError` if an operation that is replicated reads a divided buffer."""
-    divided = set(op.reads) & set(own) - {"logits"}  # `Widen` and `Softcap` work on any columns
-    if divided and not isinstance(op, HeadNorm | Rotate | Store | GateValues | Activate | Keep):
-        raise ValueError(f"tensor_parallel: {type(op).__name__} reads {divided.pop()}, which is divided")

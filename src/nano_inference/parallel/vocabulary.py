@@ -155,7 +155,8 @@ class ShardedVocabulary:
 
     def _best(self, value_RV: Tensor, weight_RV: Tensor, target_R1: Tensor) -> Tensor:
         """Return the fewest best values of each row whose weights add up to its target, lowest ids among equal ones."""
-        key_RV = _keys(value_RV)
+        bits_RV = (value_RV + 0.0).view(torch.int32).long()  # the sum has no -0
+        key_RV = torch.where(bits_RV < 0, ~bits_RV, bits_RV + (1 << 31))  # ordered as the values are
         last_R1, above_R1, mass_R1 = self._threshold(key_RV, weight_RV, target_R1)
         equal_RV = key_RV == last_R1
         equal_TR1 = self._group.gather(equal_RV.sum(-1, keepdim=True))
@@ -185,8 +186,3 @@ class ShardedVocabulary:
             above_R1 = above_R1 + down_RH.gather(-1, index_R1) - mass_R1
             last_R1 = (last_R1 << bits) | ((1 << bits) - 1 - index_R1)
         return last_R1, above_R1, mass_R1
-
-
-def _keys(value_RV: Tensor) -> Tensor:
-    bits_RV = (value_RV + 0.0).view(torch.int32).long()  # the sum has no -0
-    return torch.where(bits_RV < 0, ~bits_RV, bits_RV + (1 << 31))

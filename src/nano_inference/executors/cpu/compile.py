@@ -157,7 +157,13 @@ def _compile_in(folder: Path, stem: str, compiler: str, flags: tuple[str, ...], 
     with tempfile.TemporaryDirectory(dir=folder) as scratch, tempfile.TemporaryDirectory(dir=folder) as empty:
         made = Path(scratch) / "library"
         arguments = [*flags, "-o", str(made), str(sources() / "program.c"), "-lm"]
-        _call([compiler, *arguments], Path(empty), environ)
+        try:
+            done = run([compiler, *arguments], cwd=Path(empty), environ=environ, timeout=_TIMEOUT_S)
+        except OSError as error:
+            raise CannotCompile(f"{compiler} could not be run: {error}") from error
+        if done.returncode:
+            said = done.stderr.splitlines() or ["it gave no reason"]
+            raise CannotCompile(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}")
         with open_regular(made) as file:
             digest = digest_of(file)
             if not file.tell():
@@ -166,17 +172,6 @@ def _compile_in(folder: Path, stem: str, compiler: str, flags: tuple[str, ...], 
         target = folder / f"{stem}-{digest}.so"
         move_into(made, target)
     return target
-
-
-def _call(command: list[str], cwd: Path, environ: Mapping[str, str]) -> None:
-    compiler = command[0]
-    try:
-        done = run(command, cwd=cwd, environ=environ, timeout=_TIMEOUT_S)
-    except OSError as error:
-        raise CannotCompile(f"{compiler} could not be run: {error}") from error
-    if done.returncode:
-        said = done.stderr.splitlines() or ["it gave no reason"]
-        raise CannotCompile(f"{compiler} failed: {next((line for line in said if 'error' in line), said[0])}")
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:

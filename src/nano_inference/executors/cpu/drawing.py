@@ -22,7 +22,7 @@ from nano_inference.executors.cpu.native import Special
 from nano_inference.executors.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.executors.sampling import WholeVocabulary, draw, results
 from nano_inference.executors.truncation import Truncation, truncation_of
-from nano_inference.types import TokenLogprob
+from nano_inference.types import TokenLogprob, TopLogprobs
 
 
 class KernelSampler:
@@ -60,11 +60,19 @@ class KernelSampler:
         )
         if is_all_plain:
             return results(rows, tokens, logprobs)
-        tops = [() if one is None else _tops(one) for one in special]
+        tops: list[TopLogprobs] = []
         extras: list[DrawExtras] = []
-        if any(row.params.raw_logprobs or row.params.sampling_mask for row in rows):
-            extras = [DrawExtras() if one is None else _extras(one, vocab_size) for one in special]
-        return results(rows, tokens, logprobs, tops, extras)
+        for one in special:
+            if one is None:
+                tops.append(())
+                extras.append(DrawExtras())
+                continue
+            named = zip(one.named, one.named_logprobs, strict=True)
+            tops.append(tuple(TokenLogprob(*pair) for pairs in (named, one.tops) for pair in pairs))
+            kept = tuple(one.kept) if one.wants_kept and len(one.kept) < vocab_size else None
+            extras.append(DrawExtras(one.raw_logprob if one.wants_raw else None, kept))
+        wants_extras = any(row.params.raw_logprobs or row.params.sampling_mask for row in rows)
+        return results(rows, tokens, logprobs, tops, extras if wants_extras else [])
 
 
 def is_plain(row: Row) -> bool:
@@ -108,16 +116,6 @@ def _allowed(row: Row, vocab_size: int) -> bytes | None:
         return bits
     both = int.from_bytes(bits, "little") & int.from_bytes(row.mask, "little")
     return both.to_bytes(len(bits), "little")
-
-
-def _tops(special: Special) -> tuple[TokenLogprob, ...]:
-    named = zip(special.named, special.named_logprobs, strict=True)
-    return tuple(TokenLogprob(token, logprob) for pairs in (named, special.tops) for token, logprob in pairs)
-
-
-def _extras(special: Special, vocab_size: int) -> DrawExtras:
-    is_masked = special.wants_kept and len(special.kept) < vocab_size
-    return DrawExtras(special.raw_logprob if special.wants_raw else None, tuple(special.kept) if is_masked else None)
 
 
 def kernel_normalise(library: Library) -> Normalise:

@@ -74,22 +74,18 @@ class Populator:
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
-        while (piece := self._next()) is not None:
-            self._populate(*piece)
+        while True:
             with self._changed:
-                self._brought_in = piece[1]
+                while self._done >= self._wanted and not self.is_closed:
+                    self._changed.wait()
+                if self.is_closed:
+                    return
+                start = self._done
+                stop = self._done = min(self._wanted, start + self._piece_bytes)
+            self._populate(start, stop)
+            with self._changed:
+                self._brought_in = stop
                 self._changed.notify_all()
-
-    def _next(self) -> tuple[int, int] | None:
-        """Wait for the next range to fault in; None after `close`."""
-        with self._changed:
-            while self._done >= self._wanted and not self.is_closed:
-                self._changed.wait()
-            if self.is_closed:
-                return None
-            start = self._done
-            self._done = min(self._wanted, start + self._piece_bytes)
-            return start, self._done
 
 
 AHEAD_BYTES = 96 << 20  # bytes of keys, and of values, whose pages are faulted in before they are needed

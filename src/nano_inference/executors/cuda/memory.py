@@ -190,11 +190,21 @@ class DrawMemory:
         return [found[index] for index in range(len(rows))]
 
     def _draw(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
-        scratch, slots = self._scratch, self._slots.slots
+        scratch, slots, size = self._scratch, self._slots.slots, len(rows)
+        fields, vocabulary = self._slots.fields, self._vocabulary
         for slot, row in enumerate(rows):
-            self._write(slot, row)
+            write_params(fields, slot, row)
+            write_stops(fields, slot, row.banned)
+            fields["min_tokens"][slot] = 1 if row.banned else 0
+            fields["num_new"][slot] = 0
+            fields["state"][slot] = RUNNING
+            fields["position"][slot] = row.start + len(row.tokens) - 1
+            fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded_by_bias(row))
+            fields["mask_row"][slot] = vocabulary.write_mask(slot, row.mask)
+            fields["count_row"][slot] = vocabulary.write_counts(slot, row)
         self._slots.push()
-        slot_B, tables = self._slots.slot_S.narrow(0, 0, len(rows)), self._vocabulary.tables
+        # launch
+        slot_B, tables = self._slots.slot_S.narrow(0, 0, size), vocabulary.tables
         has_cut, has_tops = any(truncation_of(row).is_active for row in rows), any(row.params.logprobs for row in rows)
         self._kernels.adjust(scratch, logits_BV, slot_B, slots, tables)
         if has_cut:
@@ -202,22 +212,7 @@ class DrawMemory:
         self._kernels.draw(scratch, logits_BV, slot_B, slots, has_cut=has_cut)
         if has_tops:
             self._kernels.tops(scratch, logits_BV, slot_B, slots, has_cut=has_cut)
-        return self._read(rows, has_tops=has_tops)
-
-    def _write(self, slot: int, row: Row) -> None:
-        fields, vocabulary = self._slots.fields, self._vocabulary
-        write_params(fields, slot, row)
-        write_stops(fields, slot, row.banned)
-        fields["min_tokens"][slot] = 1 if row.banned else 0
-        fields["num_new"][slot] = 0
-        fields["state"][slot] = RUNNING
-        fields["position"][slot] = row.start + len(row.tokens) - 1
-        fields["bias_row"][slot] = vocabulary.write_bias(slot, row.params, excluded_by_bias(row))
-        fields["mask_row"][slot] = vocabulary.write_mask(slot, row.mask)
-        fields["count_row"][slot] = vocabulary.write_counts(slot, row)
-
-    def _read(self, rows: Sequence[Row], *, has_tops: bool) -> list[RowResult]:
-        scratch, size = self._scratch, len(rows)
+        # read
         floats = (scratch.logprob[:size].view(torch.int32), scratch.raw_logprob[:size].view(torch.int32))
         words_3B = torch.stack((scratch.token[:size], *floats)).cpu()
         tokens = words_3B[0].tolist()
