@@ -53,7 +53,7 @@ class WeightSyncManager:
         tied = {other: shapes[name] for other, name in executor.program.tied_names.items()}
         self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(shapes | tied)
         """Shapes of all weights by name, aliases of tied weights included."""
-        self.has_weights = True  # False after `sleep(discard=True)`, until an update installs all weights
+        self._has_weights = True
         self._job: _Job | None = None
 
     @property
@@ -100,7 +100,7 @@ class WeightSyncManager:
             self._job = None
             raise job.take_failure()
         self._executor.weights.commit(job.staged)
-        self.has_weights = True
+        self._has_weights = True
         self.version, self.label = job.version or self.version + 1, job.update.label
         self._job = None
         return True
@@ -198,13 +198,18 @@ class WeightSyncManager:
         return job is not None
 
     @property
+    def has_weights(self) -> bool:
+        """Return False after `sleep(discard=True)`, until an update installs all weights."""
+        return self._has_weights
+
+    @property
     def dtype(self) -> str:
         """Return the precision in which weights are stored."""
         return self._executor.weights.dtype
 
     def sleep(self, *, discard: bool) -> None:
         """Free the weights if `discard`, else move them from a GPU to main memory."""
-        self.has_weights = self.has_weights and not discard
+        self._has_weights = self._has_weights and not discard
         self._executor.weights.drop_spare()
         if discard:
             self._executor.weights.discard()
@@ -217,7 +222,7 @@ class WeightSyncManager:
 
     def checksum(self) -> str:
         """Return `weights_checksum` of the current weights. Raises `WeightError` if they were discarded."""
-        if not self.has_weights:
+        if not self._has_weights:
             raise WeightError("the weights were discarded")
         return digest(self._executor.weights.values())
 
@@ -225,7 +230,7 @@ class WeightSyncManager:
         """Return the job of a new update. Raises as `require_idle`, and `WeightError` for no source."""
         self.require_idle()
         update = given if isinstance(given, WeightUpdate) else WeightUpdate(weights=given)
-        if update.partial and not self.has_weights:
+        if update.partial and not self._has_weights:
             raise WeightError("partial: the weights were discarded, so an update must contain all of them")
         named = update.weights
         if isinstance(named, str | Path):
