@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,6 +149,34 @@ def test_stuck_step_fails_outboxs(capfd: pytest.CaptureFixture[str]) -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # has no file descriptor, which the stacks need
         run_with_link(work, engine, step_timeout=0.2)
     assert "tests/server/test_engine_link.py" in capfd.readouterr().err, "the stacks are not dumped"
+
+
+def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    hours = [0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
+    monkeypatch.setattr("nano_inference.async_engine.time", clock)
+    sleep, waits = asyncio.sleep, []
+
+    async def short_sleep(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(seconds / 100)
+
+    monkeypatch.setattr(asyncio, "sleep", short_sleep)
+    engine = Stuck()
+
+    async def work(link: EngineLink) -> None:
+        with link.submit([request()]) as outbox:
+            assert await asyncio.to_thread(engine.is_stuck.wait, 60)
+            hours[0] = 1
+            waits.clear()
+            async with asyncio.timeout(60):
+                while len(waits) < 4:  # several checks of the watchdog
+                    await sleep(0.01)
+            assert link.state == "ready"
+            engine.resume.set()
+            assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
+
+    run_with_link(work, engine, step_timeout=60)
 
 
 def broken_factory() -> Any:
