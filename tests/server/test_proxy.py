@@ -56,9 +56,11 @@ def scripted(reply: bytes) -> Iterator[str]:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        listening.shutdown(socket.SHUT_RDWR)
-    thread.join()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)  # closing it would not end `accept`
+            thread.join()
 
 
 def homes(front: Front, send: Callable[[], Any]) -> list[int]:
