@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from scripts.architecture import PICTURE, drawn
-from tests.docs.pages import DOCS, LINKING, ROOT, anchors_in, links_in, name_of, spans_in
+from tests.docs.pages import DOCS, LINKING, PAGES, ROOT, anchors_in, links_in, name_of, spans_in
 
 HOME = ROOT / "src" / "nano_inference"
 ROOTS = (ROOT, HOME, HOME / "executors" / "cpu", HOME / "nanochat", ROOT / "docs", ROOT / "benchmarks" / "reliability")
@@ -81,7 +81,7 @@ def defined_names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_named_files_and_definitions_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = {name for span in spans_in(text) for name in _FILE.findall(span)} - ELSEWHERE

@@ -57,8 +57,3 @@ def test_the_list_is_what_runs(kernels: Kernels, tmp_path: Path) -> None:
     assert sorted(name for name in executed if name not in FILES and not is_in_a_black_box(name)) == []
     sampler = {"executors/sampling.py"} if kernels == "auto" else set()  # the kernels sample in C
     assert set(FILES) - generating <= RECORDS | sampler
-
-
-def test_black_boxes_exist() -> None:
-    assert BLACK_BOXES
-    assert not [box for box in BLACK_BOXES if not (HOME / box).is_dir() and not (HOME / f"{box}.py").is_file()]
