@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.exact.policy import Policy, exact_executor
-from nano_inference.rl.exact.program import Texts, logprobs
+from nano_inference.rl.exact.program import Texts, gradients
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 
@@ -143,9 +143,13 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
             own = [leaf.detach().requires_grad_(i in wanted) for i, leaf in enumerate(leaves)]
             tensors = {name: _computed(value) for name, value in zip(policy.names, own, strict=True)}
-            out_N = logprobs(policy.program, tensors, ctx.texts, by_layer=policy.by_layer)
-            found = torch.autograd.grad(
-                out_N, [own[i] for i in wanted], (grad_N * mask_N.to(grad_N.device)).to(out_N), allow_unused=True
+            found = gradients(
+                policy.program,
+                tensors,
+                [own[i] for i in wanted],
+                ctx.texts,
+                grad_N.to(leaves[0].device) * mask_N.to(leaves[0].device),
+                by_layer=policy.by_layer,
             )
         grads: list[Tensor | None] = [None] * len(leaves)
         for i, one in zip(wanted, found, strict=True):

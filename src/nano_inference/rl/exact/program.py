@@ -23,6 +23,7 @@ from nano_inference.core.step import Row
 from nano_inference.executors.sampling import WHOLE, adjust_scored
 from nano_inference.executors.torch import ops as compute
 from nano_inference.executors.torch.attention.masks import create_attention_mask
+from nano_inference.executors.truncation import truncation_of
 from nano_inference.models import ops
 from nano_inference.models.program import Program, live_after
 from nano_inference.models.rope import RotaryTable
@@ -70,14 +71,53 @@ def unsupported(program: Program) -> list[str]:
     return sorted({type(op).__name__ for op in program.ops} - {one.__name__ for one in (*DIFFERENTIABLE, *_SKIPPED)})
 
 
-def logprobs(program: Program, tensors: Mapping[str, Tensor], texts: Texts, *, by_layer: bool) -> Tensor:
-    """Return the log-probabilities [N] of the scored tokens, differentiable with respect to `tensors`.
+def gradients(
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    leaves: Sequence[Tensor],
+    texts: Texts,
+    grad_N: Tensor,
+    *,
+    by_layer: bool,
+) -> list[Tensor | None]:
+    """Return the gradients of `leaves` for those of the scored tokens' log-probabilities; None for a leaf not used.
 
-    `tensors` are the program's weights by name, float32 or float64. `by_layer` keeps one residual a layer, and computes
-    the rest again in the backward pass (activation checkpointing).
+    `tensors` are the program's weights by name, float32 or float64, which depend on `leaves`. `by_layer` keeps one
+    residual a layer, and computes the rest again (activation checkpointing).
     """
     some = next(iter(tensors.values()))
     tokens = _tokens_of(program, texts, some.dtype, some.device)
+    x_NE = _residuals(program, tensors, texts, tokens, by_layer=by_layer)
+    # The head, a chunk of logits at a time, forward and backward at once.
+    found: list[Tensor | None] = [None] * len(leaves)
+    grad_NE = torch.empty_like(x_NE)
+    rows, targets = (
+        _rows_of(texts),
+        [token for ids, i in zip(texts.ids, texts.starts, strict=True) for token in ids[i:]],
+    )
+    width = max(1, HEAD_ELEMENTS // program.vocab_size)
+    for start in range(0, len(rows), width):
+        piece = slice(start, start + width)
+        x_CE = x_NE[piece].detach().requires_grad_()
+        target_C = torch.tensor(targets[piece], device=x_CE.device)
+        out_C = _head(program, tensors, tokens, x_CE, target_C, rows[piece])
+        grad_CE, *more = torch.autograd.grad(
+            out_C, [x_CE, *leaves], grad_N[piece].to(out_C), allow_unused=True, retain_graph=True
+        )
+        grad_NE[piece] = grad_CE
+        found = list(map(_sum, found, more))
+    below = torch.autograd.grad(x_NE, leaves, grad_NE, allow_unused=True)
+    return list(map(_sum, found, below))
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _residuals(
+    program: Program, tensors: Mapping[str, Tensor], texts: Texts, tokens: _Tokens, *, by_layer: bool
+) -> Tensor:
+    """Return the residual after the last layer of the token before each scored one, [N, E]."""
     before_N = [
         offset + position - 1
         for offset, ids, start in zip(texts.offsets, texts.ids, texts.starts, strict=True)
@@ -87,18 +127,16 @@ def logprobs(program: Program, tensors: Mapping[str, Tensor], texts: Texts, *, b
     for part, names in _segments(program):
         given = tuple(buffers)
 
-        def run(*values: Tensor, part: Sequence[ops.Op] = part, given: Sequence[str] = given) -> Buffers:
-            return _run(part, dict(zip(given, values, strict=True)), tensors, tokens)
+        def run(
+            *values: Tensor, part: Sequence[ops.Op] = part, given: Sequence[str] = given, names: Sequence[str] = names
+        ) -> tuple[Tensor, ...]:
+            after = _run(part, dict(zip(given, values, strict=True)), tensors, tokens)
+            return tuple(after[name] for name in names)
 
-        if by_layer and buffers:
-            found = checkpoint(lambda *values, run=run, names=names: tuple(run(*values)[n] for n in names),
-                               *buffers.values(), use_reentrant=False)  # fmt: skip
-            buffers = dict(zip(names, found, strict=True))
-        else:
-            out = run(*buffers.values())
-            buffers = {name: out[name] for name in names}
-    x_NE = buffers["x"][torch.tensor(before_N, device=some.device)]
-    return _head(program, tensors, tokens, texts, x_NE)
+        values = tuple(buffers.values())
+        found = checkpoint(run, *values, use_reentrant=False) if by_layer and values else run(*values)
+        buffers = dict(zip(names, found, strict=True))
+    return buffers["x"][torch.tensor(before_N, device=buffers["x"].device)]
 
 
 def _segments(program: Program) -> list[tuple[Sequence[ops.Op], Sequence[str]]]:
@@ -143,32 +181,30 @@ def _tokens_of(program: Program, texts: Texts, dtype: torch.dtype, device: torch
 # ---- the head -------------------------------------------------------------------------------------------------------
 
 
-def _head(program: Program, tensors: Mapping[str, Tensor], tokens: _Tokens, texts: Texts, x_NE: Tensor) -> Tensor:
-    """Return log-probabilities [N] from residuals, a chunk of logits at a time."""
-    rows = [
+def _head(
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    tokens: _Tokens,
+    x_CE: Tensor,
+    target_C: Tensor,
+    rows: Sequence[Row],
+) -> Tensor:
+    """Return the log-probabilities [C] of tokens that rows sampled, from residuals."""
+    logits_CV = _run((*program.final, *program.head), {"x": x_CE}, tensors, tokens)["logits"]
+    logits_CV = _adjusted(logits_CV, rows)
+    divisors = [(row.params.temperature or 1.0) if row.logprobs_mode != "raw" else 1.0 for row in rows]
+    if any(divisor != 1 for divisor in divisors):
+        logits_CV = logits_CV / logits_CV.new_tensor(divisors).unsqueeze(-1)
+    return logits_CV.log_softmax(-1).gather(-1, target_C.unsqueeze(-1)).squeeze(-1)
+
+
+def _rows_of(texts: Texts) -> list[Row]:
+    """Return the row that sampled each scored token."""
+    return [
         _row_of(ids, position, start, params, stop_ids)
         for ids, start, params, stop_ids in zip(texts.ids, texts.starts, texts.params, texts.stop_ids, strict=True)
         for position in range(start, len(ids))
     ]
-    target_N = torch.tensor(
-        [token for ids, start in zip(texts.ids, texts.starts, strict=True) for token in ids[start:]], device=x_NE.device
-    )
-
-    def chunk(x_CE: Tensor, target_C: Tensor, rows: Sequence[Row]) -> Tensor:
-        logits_CV = _run((*program.final, *program.head), {"x": x_CE}, tensors, tokens)["logits"]
-        adjusted_CV = _adjusted(logits_CV, rows)
-        divisor_C1 = adjusted_CV.new_tensor(
-            [(row.params.temperature or 1.0) if row.logprobs_mode != "raw" else 1.0 for row in rows]
-        ).unsqueeze(-1)
-        return (adjusted_CV / divisor_C1).log_softmax(-1).gather(-1, target_C.unsqueeze(-1)).squeeze(-1)
-
-    width = max(1, HEAD_ELEMENTS // program.vocab_size)
-    return torch.cat(
-        [
-            checkpoint(chunk, x_NE[i : i + width], target_N[i : i + width], rows[i : i + width], use_reentrant=False)
-            for i in range(0, len(rows), width)
-        ]
-    )
 
 
 def _row_of(ids: Sequence[int], position: int, start: int, params: SamplingParams, stop_ids: frozenset[int]) -> Row:
@@ -191,12 +227,19 @@ def _row_of(ids: Sequence[int], position: int, start: int, params: SamplingParam
     )
 
 
+def is_plain(row: Row) -> bool:
+    """Return whether the sampler changes a row's logits by the temperature alone."""
+    params = row.params
+    is_cut = row.logprobs_mode == "processed" and truncation_of(row).is_active
+    return not (row.history or row.banned or params.logit_bias or params.allowed_token_ids is not None or is_cut)
+
+
 def _adjusted(logits_CV: Tensor, rows: Sequence[Row]) -> Tensor:
     """Return logits as the sampler adjusts them, differentiable.
 
     The sampler's functions run on a copy. Each changes a logit to factor * logit + constant, or excludes the token.
     """
-    if all(row.logprobs_mode == "raw" for row in rows):
+    if all(row.logprobs_mode == "raw" or is_plain(row) for row in rows):
         return logits_CV
     adjusted_CV = logits_CV.detach().float().clone()
     adjust_scored(adjusted_CV, [None if row.logprobs_mode == "raw" else row for row in rows], WHOLE)
