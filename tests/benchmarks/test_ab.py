@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -136,18 +137,21 @@ def repository() -> str | None:
     return None
 
 
-def test_the_script_compares_with_a_commit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_compares_with_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every sixth case. Uncommitted changes under src may change numbers; then the script has to report them."""
     reason = repository()
     if reason is not None:
         pytest.skip(reason)
     monkeypatch.setattr(ab, "cases_of", lambda name: cases_of(name)[::6])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     status = ab.main(["--against", "HEAD", "--only", "nanochat-G0"])
     printed = capsys.readouterr()
     is_clean = not ab.git(ab.ROOT, "status", "--porcelain", "src").strip()
     assert status == 0 if is_clean else status in (0, ab.DIFFERENT), printed.err
     assert "3 cases, " in printed.out
-    assert "nano-inference-ab-" not in ab.git(ab.ROOT, "worktree", "list")
+    assert str(tmp_path) not in ab.git(ab.ROOT, "worktree", "list")
 
 
 def test_unknown_models_and_commits_are_named(capsys: pytest.CaptureFixture[str]) -> None:
