@@ -102,6 +102,8 @@ def test_bfloat16_source_is_stored_exactly(pair: Pair, open_engine: OpenEngine, 
     assert engine.weights_checksum() == weights_checksum(sent.items() if is_short else wide.items())
     after = model_of(engine).weight_bytes
     assert after == before if is_short else after < 0.55 * before
+    engine.update_weights(wide, blocking=True)  # over spare float32 memory
+    assert model_of(engine).weight_bytes == after
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
