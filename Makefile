@@ -48,13 +48,12 @@ lint: .venv/ready-dev
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python scripts/size.py
 
-# The fast files: tests/slow.txt lists the others. Five to eleven minutes on two cores; no download, no browser.
+# The tests that take less than 3 s each; no download, no browser.
 check: .venv/ready-dev
-	$(PYTEST) -m "not model and not slow and not nightly" $(addprefix --ignore=tests/,$(shell cat tests/slow.txt))
+	$(PYTEST) -m "not model and not slow and not nightly"
 
-# `make test` with all random cases of tests/effort.py instead of a third of them.
-thorough:
-	NANO_INFERENCE_THOROUGH=1 $(MAKE) test
+# `make test`, more cases of what it tests, and the fuzz commands.
+thorough: test
 	$(PYTEST) -m nightly
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
 	$(BIN)/python benchmarks/tool_texts.py --texts 1000
