@@ -1,4 +1,4 @@
-"""What docs/releasing.md promises: one version, and a wheel that works."""
+"""What CONTRIBUTING.md promises: one version, and a wheel that works."""
 
 from __future__ import annotations
 
