@@ -100,6 +100,14 @@ def test_deltas_requires_a_claimed_request() -> None:
             ours.deltas(request_id)
 
 
+def test_take_deltas_leaves_those_of_other_requests() -> None:
+    ours = fake_engine()
+    first, second = (ours.add_request([n, n], LONG, claim=True) for n in (7, 8))
+    ours.tick()
+    for wanted in (first, second):
+        assert [delta.request_id for delta in ours.take_deltas([wanted])] == [wanted]
+
+
 def test_streams_and_other_requests_share_the_steps() -> None:
     a, b = [7, 8], [9, 10, 11]
     alone = tokens_of(fake_engine().generate([a, b, PROMPT], LONG))
