@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from nano_inference.server.detokenizer import LogprobEntry
 from nano_inference.server.dialect import Route
-from nano_inference.server.dialects.generate import GenerateBody, GenerateReply, ask_generate
+from nano_inference.server.dialects.generate import GenerateBody, GenerateReply, ask_generate, rank_of
+from nano_inference.types import TokenLogprob
 from tests.cases import failures
 from tests.server.mounted import JSON, ended_after, ids, mounted
 from tests.server.tiny import Running
@@ -50,6 +52,13 @@ def test_continuous_usage_counts_the_tokens_so_far(server: Running) -> None:
     assert sum(num_new) == 120
     plain = server.events(PATH, body_of(HOT, stream=True))
     assert all("usage" not in one for one in plain[:-1]) and plain[-2]["choices"]
+
+
+def test_rank_of_tokens_in_and_outside_the_top() -> None:
+    top = (TokenLogprob(7, -0.5), TokenLogprob(9, -1.0))
+    assert rank_of(LogprobEntry(9, "", -1.0, top, 0), 2) == 2
+    assert rank_of(LogprobEntry(3, "", -4.0, (*top, TokenLogprob(3, -4.0)), 0), 2) is None
+    assert rank_of(LogprobEntry(3, "", -4.0, (TokenLogprob(3, -4.0),), 0), 0) is None
 
 
 # ---- fields
