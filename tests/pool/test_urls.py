@@ -101,6 +101,8 @@ def test_servers_equal_one_engine_through_an_update(
         for name in ("top_logprobs", "raw_logprobs", "sampling_masks", "prompt_logprobs", "prompt_top_logprobs"):
             assert [getattr(s, name) for s in mine] == [getattr(s, name) for s in expected], name
         assert pool.score(PROMPTS, 3) == single.score(PROMPTS, 3)
+        sampled = SamplingParams(temperature=0.7, top_k=9, frequency_penalty=0.5, min_tokens=2, max_tokens=8)
+        assert pool.score(PROMPTS, 3, params=sampled) == single.score(PROMPTS, 3, params=sampled)
         assert pool.embed(PROMPTS[:2]) == single.embed(PROMPTS[:2])
         streams = [list(one.stream(PROMPTS[0], PARAMS)) for one in (pool, single)]
         assert facts([streams[0][-1].sample]) == facts([streams[1][-1].sample])  # type: ignore[list-item]

@@ -104,6 +104,7 @@ REFUSED: list[tuple[JSON, JSON, str]] = [
     ({"guided_decoding": {"regex": "a"}}, {}, "sampling_params.guided_decoding"),
     ({"thinking_token_budget": 5}, {}, "sampling_params.thinking_token_budget"),
     ({"use_beam_search": True}, {}, "sampling_params.use_beam_search"),
+    ({}, {"answer_start": 2}, "answer_start"),
 ]
 
 
@@ -130,3 +131,15 @@ def test_aborted_request_returns_its_tokens_so_far(server: Running) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", None)
     assert 0 < count < 200 and choice["token_ids"] == whole["token_ids"][:count]
     assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{t}" for t in choice["token_ids"]]
+
+
+def test_an_answer_is_scored_as_it_was_sampled(server: Running) -> None:
+    asked = {**HOT, "top_k": 20, "presence_penalty": 0.7, "logprobs": 0}
+    prompt = ids("hello")
+    (choice,) = generate(server, asked)["choices"]
+    text = [*prompt, *choice["token_ids"]]
+    reply = generate(server, {**asked, "prompt_logprobs": 0}, token_ids=text, answer_start=len(prompt))
+    entries = reply["prompt_logprobs"]
+    assert entries[: len(prompt)] == [None] * len(prompt) and reply["choices"][0]["token_ids"] == []
+    found = [entry[str(token)]["logprob"] for token, entry in zip(text, entries, strict=True) if entry]
+    assert found == [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -380,7 +380,7 @@ def _alternatives(entry: LogprobEntry, name: Callable[[int], str], *, own_first:
 
 
 def prompt_logprobs(sample: TrainingSample | None, generation: Generation) -> list[JSON | None] | None:
-    """Return vLLM's form: None for the first token, then token id -> log-probability, rank and text.
+    """Return vLLM's form: None for tokens without a score, else token id -> log-probability, rank and text.
 
     None unless they are requested.
     """
@@ -391,9 +391,10 @@ def prompt_logprobs(sample: TrainingSample | None, generation: Generation) -> li
     scores = sample.prompt_logprobs or ()
     tops = sample.prompt_top_logprobs or ((),) * len(scores)
     text = cache(lambda token: token_text(token, generation.tokenizer))
-    rows: list[JSON | None] = [None]
+    start = len(sample.prompt_tokens) - len(scores)
+    rows: list[JSON | None] = [None] * start
     ranks = sample.prompt_ranks or (None,) * len(scores)
-    for token, score, top, token_rank in zip(sample.prompt_tokens[1:], scores, tops, ranks, strict=True):
+    for token, score, top, token_rank in zip(sample.prompt_tokens[start:], scores, tops, ranks, strict=True):
         row = {
             str(one.token): {"logprob": one.logprob, "rank": rank, "decoded_token": text(one.token)}
             for rank, one in enumerate(top[: generation.prompt_logprobs], start=1)

@@ -30,7 +30,12 @@ _PLAIN = (
 
 def request_json(request: EngineRequest, model: str, name: str) -> JSON:
     """Return the body; options that only our server has are left out unless they are used."""
-    params, seed = request.params, request.params.seed
+    params = request.params
+    more_fields: JSON = {"cache_salt": request.salt} if request.salt else {}
+    if request.score_params is not None:
+        more_fields["answer_start"] = request.score_start
+        params = replace(request.score_params, prompt_logprobs=params.prompt_logprobs)
+    seed = params.seed
     if seed is not None and seed >= 1 << 63:  # servers take signed seeds, which give the same draws
         seed -= 1 << 64
     fields: JSON = {name: getattr(params, name) for name in _PLAIN}
@@ -47,21 +52,24 @@ def request_json(request: EngineRequest, model: str, name: str) -> JSON:
     fields |= {name: value for name, value in more.items() if value}
     if params.prompt_logprobs is not None:
         fields["prompt_logprobs"] = params.prompt_logprobs
-    salt = {"cache_salt": request.salt} if request.salt else {}
-    return {"model": model, "request_id": name, "token_ids": list(request.prompt), "sampling_params": fields, **salt}
+    body = {"model": model, "request_id": name, "token_ids": list(request.prompt), "sampling_params": fields}
+    return body | more_fields
 
 
 def plain_request(request: EngineRequest) -> EngineRequest:
     """Return what to ask a server without our extensions; `SampleBuilder` makes the sample of the original request.
 
-    vLLM samples at least one token, and counts the sampled token among the most probable ones that it lists.
+    vLLM samples at least one token, and counts the sampled token among the most probable ones that it lists. Raises
+    `BadRequest` for a score under other parameters than temperature 1.
     """
     params = request.params
+    if request.score_params not in (None, SamplingParams(logprobs_mode="tempered")):
+        raise BadRequest("params", "this server scores at temperature 1 without other options")
     if params.max_tokens == 0:
         params = replace(params, max_tokens=1, logprobs_mode=None)
     if params.logprobs:
         params = replace(params, logprobs=params.logprobs + 1)
-    return replace(request, params=params)
+    return replace(request, params=params, score_params=None)
 
 
 def check_supported(request: EngineRequest) -> None:
@@ -70,16 +78,16 @@ def check_supported(request: EngineRequest) -> None:
         "program": request.program is not None,
         "make_matcher": request.make_matcher is not None,
         "partial": request.partial is not None,
-        "beginning": request.beginning != FROM_THE_PROMPT,
+        "beginning": request.beginning != FROM_THE_PROMPT and request.score_params is None,
     }
     for name, is_given in given.items():
         if is_given:
             raise BadRequest(name, "workers at URLs do not support it; use engines in this process or Ray actors")
     params = request.params
-    if params.prompt_logprobs is not None and params.temperature != 1 and params.max_tokens == 0:
-        raise BadRequest("temperature", f"workers at URLs score at temperature 1, got {params.temperature:g}")
-    if request.score_params not in (None, SamplingParams(logprobs_mode="tempered")):
-        raise BadRequest("params", "workers at URLs score the plain distribution; use engines in this process or Ray")
+    scored = request.score_params or params
+    if params.prompt_logprobs is not None and scored.logprobs_mode == "tempered" and scored.temperature != 1:
+        text = f"workers at URLs score at temperature 1, got {scored.temperature:g}; give it in params"
+        raise BadRequest("temperature", text)
     if params.logprob_token_ids and params.logprobs:
         raise BadRequest("logprobs", "workers at URLs report logprob_token_ids or the most probable tokens, not both")
     if params.logprobs_mode is not None and params.max_tokens != 0:

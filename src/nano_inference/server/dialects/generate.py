@@ -2,8 +2,8 @@
 
 Fields and reply as in vllm/entrypoints/scale_out/token_in_token_out/protocol.py and vllm/sampling_params.py.
 Extensions: `mask` (1 where the model sampled the token) and `stop_reason` in the reply, `return_raw_logprobs` and
-`return_sampling_mask` in `sampling_params`. Accepted and ignored: `include_stop_str_in_output`, `output_kind` without
-streaming, `token_offsets` and `assistant_tokens_mask`.
+`return_sampling_mask` in `sampling_params`, `answer_start`. Accepted and ignored: `include_stop_str_in_output`,
+`output_kind` without streaming, `token_offsets` and `assistant_tokens_mask`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nano_inference.server.replies import Reply, prompt_logprobs, sample_facts, 
 from nano_inference.server.schema import Body, CompletionBody
 from nano_inference.server.transcript import Transcript, usage
 from nano_inference.server.translated import given_fields, translated
+from nano_inference.types import SamplingParams
 
 
 class GenerateParams(schema.SamplingFields):
@@ -60,6 +61,8 @@ class GenerateBody(Body):
     stream_options: schema.StreamOptions | None = None
     cache_salt: schema.Salt | None = None
     return_token_ids: bool | None = None  # include the prompt's ids in the reply
+    answer_start: schema.Count | None = None
+    """The ids from here on are an answer: `prompt_logprobs` scores them as sampled with `sampling_params`."""
     token_offsets: list[Any] | None = None
     assistant_tokens_mask: list[Any] | None = None
 
@@ -93,7 +96,14 @@ def ask_generate(body: GenerateBody, model: ServedModel, config: ServerConfig, s
     }
     if params.skip_reading_prefix_cache:  # no other request has this namespace
         salt = f"{salt}#{uuid.uuid4().hex}"
+    if body.answer_start and params.prompt_logprobs is None:
+        raise ApiError(400, "answer_start needs sampling_params.prompt_logprobs", param="answer_start")
     generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
+    if body.answer_start:
+        (request,) = generation.requests
+        score = SamplingParams(max_tokens=0, prompt_logprobs=request.params.prompt_logprobs)
+        sampled = replace(request, params=score, score_start=body.answer_start, score_params=request.params)
+        generation = replace(generation, requests=(sampled,))
     name, shown = body.request_id or f"generate-{uuid.uuid4().hex}", bool(body.return_token_ids)
     return replace(generation, id=name, names=frozenset({name}), token_ids=True, tokens_as_ids=True, options=shown)
 
