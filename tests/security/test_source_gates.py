@@ -96,7 +96,7 @@ def test_violation_is_found(source: str, what: str) -> None:
 
 
 def test_blocks_are_named_by_a_hash_of_128_bits() -> None:
-    """That different contents, salts and versions have different names: tests/test_kv.py."""
+    """That different contents, salts and versions have different names: tests/core/test_kv.py."""
     assert max(hashing.compute_block_hash([i]).bit_length() for i in range(99)) == 128
 
 
