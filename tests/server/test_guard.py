@@ -464,6 +464,43 @@ def test_unread_body_is_dropped_for_limited_time() -> None:
     assert sent[0]["status"] == 415 and sent[1]["body"] and not sent[2]["body"]
 
 
+class Clock(asyncio.SelectorEventLoop):
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "num_read"),
+    [("POST", 1, 20), ("POST", 4096, 1000), ("POST", 64 << 10, 1000), ("GET", 64 << 10, 3)],
+)
+def test_the_rest_of_a_stream_is_dropped_while_it_flows(method: str, size: int, num_read: int) -> None:
+    """A message comes every 0.7 s: of an endless body of single bytes no more is read than `body_timeout` allows."""
+    count = itertools.count()
+    part = {"type": "http.request", "body": b"x" * size, "more_body": True}
+    policy = replace(policy_of(), stream_paths=frozenset({"/stream"}), body_timeout=20 * 0.7)
+    kind = (b"content-type", b"application/octet-stream")
+    headers = [(b"host", b"localhost"), kind, (b"transfer-encoding", b"chunked")]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        clock.now += 0.7
+        await asyncio.sleep(0)
+        return part if next(count) < 999 else END
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    guard = Guard(failing(ApiError(409, "busy")), policy)
+    scope = {"type": "http", "method": method, "path": "/stream", "headers": headers}
+    clock = Clock()
+    with asyncio.Runner(loop_factory=lambda: clock) as runner:
+        runner.run(guard(scope, receive, send))
+    assert sent[0]["status"] == 409 and not sent[-1].get("more_body", False)
+    assert abs(next(count) - num_read) <= 1
+
+
 # Answers
 
 

@@ -57,6 +57,7 @@ All other paths need one, including paths that do not exist.
 """
 LINGER_SECONDS, LINGER_BYTES = 2.0, 32 << 20
 """How much of an unwanted body is read and dropped: most clients read the response only after sending their body."""
+_FLOW_BYTES = 64 << 10  # of an unwanted stream must arrive within each `body_timeout`
 LOCALHOST = "localhost"  # in a list of origins: those of this machine, any port of a loopback name with http or https
 _MAX_STREAM = 1 << 50
 
@@ -188,7 +189,7 @@ class Guard:
         exchange: Exchange = scope["state"]["exchange"]
         try:
             check_admission(scope, self.policy)
-            exchange.drops_all = scope["path"] in self.policy.stream_paths
+            exchange.drops_all = scope["method"] == "POST" and scope["path"] in self.policy.stream_paths
             await self.app(scope, receive, send)
             if exchange.status is None and not exchange.is_gone:
                 raise RuntimeError("the application returned without an answer")
@@ -241,7 +242,8 @@ class Exchange:
         self.status: int | None = None
         self.error: Exception | None = None
         self.is_gone = False
-        self.drops_all = False  # an unwanted body is read to its end: its client may read the response only then
+        self.drops_all = False
+        """An unwanted body is read to its end, as long as it flows: its client may read the response only then."""
         given = single(scope["headers"], b"x-request-id")
         self.request_id = given if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
@@ -294,16 +296,19 @@ class Exchange:
 
     async def _drop_body(self) -> None:
         """Read and drop the rest of the body: closing with unread bytes can make the client lose the response."""
-        room, loop = self._policy.linger_bytes, asyncio.get_running_loop()
+        room, new, loop = self._policy.linger_bytes, 0, asyncio.get_running_loop()
+        seconds = self._policy.body_timeout if self.drops_all else self._policy.linger_seconds
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._policy.linger_seconds) as limit:
+            async with asyncio.timeout(seconds) as limit:
                 while room > 0 or self.drops_all:
-                    if self.drops_all:
-                        limit.reschedule(loop.time() + self._policy.body_timeout)
                     message = await self._receive()
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
-                    room -= len(message.get("body", b""))
+                    size = len(message.get("body", b""))
+                    room, new = room - size, new + size
+                    if self.drops_all and new >= _FLOW_BYTES:
+                        new = 0
+                        limit.reschedule(loop.time() + seconds)
 
 
 def check_admission(scope: Scope, policy: GuardPolicy) -> None:
