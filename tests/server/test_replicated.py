@@ -308,12 +308,22 @@ def test_an_update_that_a_client_holds(group: Group, shelf: Path) -> None:
     refused(group.post("/commit_weight_update", {}), 409, "a replica was replaced")
     assert group.facts(0) == group.facts(1) == before
     ok(group.post("/update_weights", {"weight_dir": "one", "hold": True}))
-    for wrong in (0, 2**62 + 1):  # a number near 2^63 would leave none for the next update
+    for wrong in (0, 2**63):
         refused(group.post("/commit_weight_update", {"version": wrong}), 400, "version")
+    for wrong in (2**62 + 1, 2**63 - 2**32):
+        refused(group.post("/commit_weight_update", {"version": wrong}), 400, f"version: must be <= {2**62}, got")
     assert ok(group.post("/commit_weight_update", {"version": 5}))["version"] == 5
     ok(group.post("/update_weights", {"weight_dir": "two", "hold": True}))
     refused(group.post("/commit_weight_update", {"version": 5}), 400, "version: must be >= 6, got 5")
     assert ok(group.post("/commit_weight_update", {}))["version"] == 6
+
+
+def test_an_update_follows_the_largest_version(group: Group) -> None:
+    ok(group.post("/update_weights", {"weight_dir": "one", "hold": True}))
+    assert ok(group.post("/commit_weight_update", {"version": 2**62}))["version"] == 2**62
+    assert ok(group.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == 2**62 + 1
+    group.kill(1)
+    assert group.facts(0) == group.facts(1) and group.facts(1)[0] == 2**62 + 1
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_body_changes_nothing(group: Group, shelf: Path) -> None:

@@ -529,6 +529,11 @@ def test_a_commit_gives_the_weights_a_version_above_the_installed_one(server: Ru
     refused(server.post("/commit_weight_update", {"version": 0}), 400, "version")
     assert ok(server.post("/commit_weight_update", {"version": 7}))["version"] == 7
     assert set(Stream(server, params=SHORT).result().token_versions) == {7}
+    largest = 2**63 - 2**32  # leaves numbers for later updates
+    ok(server.post("/update_weights", {"weight_dir": "one", "hold": True}))
+    refused(server.post("/commit_weight_update", {"version": largest + 1}), 400, "version", f"{largest}")
+    assert ok(server.post("/commit_weight_update", {"version": largest}))["version"] == largest
+    assert ok(server.post("/update_weights_from_disk", {"model_path": "two"}))["version"] == largest + 1
 
 
 def test_rejected_weights_are_not_held(steady: Running, shelf: Path) -> None:

@@ -53,6 +53,7 @@ from nano_inference.server.trainers.schema import CommitBody, UpdateWeightsBody
 from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
 from nano_inference.server.trainers.vllm import refuse_unheld
 
+_LARGEST = 2**62  # of a client's version numbers: replicas accept larger ones for the updates that follow
 _MARGIN_S = 10.0  # in which a replica reports that `weight_timeout` has passed
 _ABORT_S, _RETRY_S = 30.0, 0.5  # most seconds of an abort, and between two while a replica still gathers
 MAX_JOURNAL = 256  # commands that a new replica gets to become equal to the others
@@ -250,6 +251,8 @@ class Trainers:
         version = body.version or self.version + 1
         if version <= self.version:
             raise refused("version", f"must be >= {self.version + 1}, got {version}")
+        if version > (largest := max(_LARGEST, self.version + 1)):
+            raise refused("version", f"must be <= {largest}, got {version}")
         (sent, urls), self._held = self._held, None
         with self._claimed():
             self._phase = "gathering"

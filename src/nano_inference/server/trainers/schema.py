@@ -205,7 +205,7 @@ class FinishUpdateBody(Body):
 
 
 class CommitBody(Body):
-    version: Annotated[int, Field(ge=1, le=2**62)] | None = None
+    version: Annotated[int, Field(ge=1, le=2**63 - 2**32)] | None = None
     """The weights' number; none: the next one. Numbers up to 2**63 - 1 are left for later updates."""
 
 
