@@ -166,7 +166,7 @@ class SamplingParams:
                 raise BadRequest(name, f"must be left out with pooling, got {getattr(self, name)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SamplingParams.from_dict, (self.to_dict(),)
+        return from_known, (SamplingParams, self.to_dict())  # names no `getattr`, see `parallel.links`
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

@@ -17,9 +17,9 @@ from nano_inference.executors.staging import NotFinite
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
-from nano_inference.parallel.links import Group, Links
+from nano_inference.parallel.links import Announced, Group, Links
 from nano_inference.parallel.shard import Shard, shard
-from nano_inference.parallel.staged import Announced, part_of, source_of
+from nano_inference.parallel.staged import part_of, source_of
 from nano_inference.types import EngineDead
 from nano_inference.weights.gate import StepGate, share_of
 

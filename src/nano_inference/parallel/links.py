@@ -5,17 +5,22 @@ Shapes: T ranks.
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.types import EngineDead
+from nano_inference.core.step import BlockCopy, Row
+from nano_inference.executors.protocol import CacheSize
+from nano_inference.loading.pieces import FileRange
+from nano_inference.support.checks import from_known
+from nano_inference.types import EngineDead, SamplingParams
 
 JOIN_S = 60.0  # longest wait for the other ranks when the groups are formed
 WAIT = timedelta(seconds=600)
@@ -24,6 +29,29 @@ _IDLE = timedelta(days=365)  # longest wait of a rank for the next update. Lost 
 _FIRST_BYTES = 8192  # bytes of the broadcast with which a message starts; a longer message needs a second one
 _HEADER = 8
 _TEXT_BYTES = 1024
+
+
+class Announced(NamedTuple):
+    """A tensor of an update, as rank 0 announces it."""
+
+    name: str
+    dtype: str
+    file: FileRange | None  # None: rank 0 sends each rank its part
+
+
+_NAMED = {
+    (one.__module__, one.__qualname__): one
+    for one in (Row, BlockCopy, SamplingParams, from_known, CacheSize, Announced, FileRange, type(Path()))
+}
+"""All that a message may name, beside plain values. Not `getattr`, by which a pickle could reach any function."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        found = _NAMED.get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"a message of rank 0 names {module}.{name}, which is not in the list")
+        return found
 
 
 class Group:
@@ -88,7 +116,7 @@ class Group:
         self.bytes_sent += max(len(data), _FIRST_BYTES)
 
     def next_message(self) -> tuple[Any, ...]:
-        """Return rank 0's next message."""
+        """Return rank 0's next message. Raises `UnpicklingError` if it names another class than those listed."""
         first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         self._broadcast(first, self._idle)
         data = bytes(first.numpy().data)
@@ -98,7 +126,7 @@ class Group:
             rest = torch.empty(size - len(text), dtype=torch.uint8)
             self._broadcast(rest)
             text += bytes(rest.numpy().data)
-        message: tuple[Any, ...] = pickle.loads(text)
+        message: tuple[Any, ...] = _Unpickler(io.BytesIO(text)).load()
         return message
 
     def exchange(self, text: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.parallel.leader import Leader
-from nano_inference.parallel.links import Group
+from nano_inference.parallel.links import Announced, Group
 from nano_inference.parallel.shard import Cut, Shard, shard
 from nano_inference.types import WeightError
 
@@ -161,14 +161,6 @@ class ShardedStaged:
                 part = part_of(source, self._whole.shards[rank].cuts.get(name))
                 assert isinstance(part, TensorSource)
                 group.send(part.tensor.cpu(), rank)
-
-
-class Announced(NamedTuple):
-    """A tensor of an update, as rank 0 announces it."""
-
-    name: str
-    dtype: str
-    file: FileRange | None  # None: rank 0 sends each rank its part
 
 
 def source_of(about: Announced, spec: WeightSpec, cut: Cut | None, group: Group) -> WeightSource:

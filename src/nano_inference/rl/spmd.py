@@ -187,7 +187,7 @@ class SpmdEngine:
             self.shutdown()
 
     def _shared(self, work: Callable[[InferenceEngine], Result], fill: Fill | None = None) -> Result:
-        """Return `work(engine)` of rank 0 on every rank, as JSON transports it; raise its exception on every rank."""
+        """Return the plain values that `work(engine)` returns on rank 0; raise its exception on every rank."""
         if self._engine is None:
             if self._follower is None:
                 raise EngineDead("the engine was shut down")
