@@ -105,6 +105,15 @@ def test_doctor_page_and_json(tmp_path: Path, capsys: Capture, monkeypatch: pyte
     assert max(map(len, page.splitlines())) < 140
 
 
+def test_version_of_a_library_is_that_of_the_imported_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.1", "0.2"):  # the second comes first in the path
+        about = tmp_path / version / f"jinja2-{version}.dist-info" / "METADATA"
+        about.parent.mkdir(parents=True)
+        about.write_text(f"Metadata-Version: 2.1\nName: Jinja2\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path / version))
+    assert doctor.examine(tmp_path)["libraries"]["jinja2"] == "0.2"
+
+
 def test_cgroup_limits(tmp_path: Path) -> None:
     assert doctor.limits(tmp_path) == {"cgroup_processors": None, "cgroup_memory_bytes": None}
     (tmp_path / "cpu.max").write_text("150000 100000\n")

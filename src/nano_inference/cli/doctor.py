@@ -248,7 +248,8 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
     from huggingface_hub import constants
 
     kernels = kernels_here()
-    found = {one.name.lower().replace("_", "-"): one.version for one in distributions() if one.name}
+    # Reversed: of a name that two entries of the path have, the first is imported.
+    found = {one.name.lower().replace("_", "-"): one.version for one in reversed([*distributions()]) if one.name}
     entries, own = list_models(cache), default_file(os.environ)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
