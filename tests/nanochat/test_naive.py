@@ -6,6 +6,7 @@ The recorded model is `tiny.state_dict("G4", model_config("G4"))`, on one thread
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ def test_generate_draws_recorded_tokens(
     model: GPT, temperature: float, top_k: int | None, seed: int, expected: list[int]
 ) -> None:
     assert list(model.generate(PROMPT, 12, temperature=temperature, top_k=top_k, seed=seed)) == expected
+
+
+def test_a_call_is_the_forward_of_a_subclass() -> None:
+    class Doubled(GPT):
+        def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+            return 2 * super().forward(*given, **named)
+
+    config = model_config("G4")
+    one, ids = Doubled.from_state_dict(state_dict("G4", config), config), torch.tensor([PROMPT])
+    assert torch.equal(one(ids), 2 * GPT.forward(one, ids))
 
 
 def test_generate_ends_at_its_stop_token_and_refuses_what_upstream_refuses(model: GPT) -> None:

@@ -252,7 +252,14 @@ class GPT:
             return logits_NV.view(num_rows, num_tokens, -1)
         return functional.cross_entropy(logits_NV, targets.reshape(-1), ignore_index=-1, reduction=loss_reduction)
 
-    __call__ = forward
+    def __call__(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        kv_cache: KVCache | None = None,
+        loss_reduction: LossReduction = "mean",
+    ) -> Tensor:
+        return self.forward(idx, targets, kv_cache, loss_reduction)  # a subclass may have its own
 
     def generate(
         self,
