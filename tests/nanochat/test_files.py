@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nano_inference.nanochat import files
 from nano_inference.nanochat.files import NanochatFiles, find_files
-from nano_inference.types import ModelError
+from nano_inference.types import MissingFile, ModelError
 
 
 def checkpoint(directory: Path, *steps: int) -> Path:
@@ -40,10 +43,10 @@ def base(tmp_path: Path) -> Path:
 
 
 def found(path: Path, **named: object) -> NanochatFiles:
-    files = find_files(path, **named)  # type: ignore[arg-type]
-    assert files is not None
-    assert files.weights.is_file() and files.meta.is_file()
-    return files
+    one = find_files(path, **named)  # type: ignore[arg-type]
+    assert one is not None
+    assert one.weights.is_file() and one.meta.is_file()
+    return one
 
 
 def test_file_path_finds_its_meta_file(base: Path) -> None:
@@ -132,6 +135,28 @@ def test_latest_directory_is_selected_without_numbers(tmp_path: Path) -> None:
         checkpoint(tmp_path / tag)
         os.utime(tmp_path / tag, (seconds, seconds))
     assert found(tmp_path).weights.parent.name == "b"
+
+
+@pytest.mark.parametrize("tags", [("a", "b"), ("a",)])
+def test_directory_that_vanishes_after_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tags: tuple[str, ...]
+) -> None:
+    for tag in tags:
+        checkpoint(tmp_path / tag)
+    listed = files._tags_by_source
+
+    def vanishing(path: Path) -> Any:
+        try:
+            return listed(path)
+        finally:
+            shutil.rmtree(tmp_path / "a")
+
+    monkeypatch.setattr(files, "_tags_by_source", vanishing)
+    if "b" in tags:
+        assert found(tmp_path).weights.parent.name == "b"
+    else:
+        with pytest.raises(MissingFile, match="no step"):
+            found(tmp_path)
 
 
 def test_highest_step_is_selected_numerically(tmp_path: Path) -> None:

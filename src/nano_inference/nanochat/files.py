@@ -79,7 +79,7 @@ def find_files(
         found = _choose_source(path, sources, source)
         directory = sources[found][_choose_tag(path, sources[found], model_tag)]
         steps = _steps(directory)
-        number = max(steps) if step is None else step
+        number = max(steps, default=0) if step is None else step
         if number not in steps:
             raise MissingFile(f"{directory}: has no step {shown(number)}; there is {_listed(sorted(steps))}")
         return _files(found, steps[number])
@@ -243,7 +243,14 @@ def _choose_tag(path: Path, tags: _Tags, wanted: str | None) -> str:
     depths = {name: int(match[1]) for name in names if (match := _DEPTH.match(name))}
     if depths:
         return max(depths, key=lambda name: depths[name])
-    return max(names, key=lambda name: tags[name].stat().st_mtime_ns)
+    return max(names, key=lambda name: _changed(tags[name]))
+
+
+def _changed(directory: Path) -> int:
+    try:
+        return directory.stat().st_mtime_ns
+    except OSError:  # it has vanished
+        return 0
 
 
 def _steps(directory: Path) -> dict[int, Path]:
