@@ -107,7 +107,7 @@ def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_failed_listener_shuts_down(tiny_directory: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    ready = asyncio.Event()
+    ready, listened = asyncio.Event(), list[bool]()
 
     async def broken(self: Listener, sockets: Any = None) -> None:
         self.started = when == "later"
@@ -122,7 +122,7 @@ def test_failed_listener_shuts_down(tiny_directory: Path, monkeypatch: pytest.Mo
                 listening,
                 lambda: opened(tiny_directory, CONFIG),
                 max_running=4,
-                on_listening=lambda: None,
+                on_listening=lambda: listened.append(True),
                 on_ready=on_ready,
             )
 
@@ -132,6 +132,7 @@ def test_failed_listener_shuts_down(tiny_directory: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Listener, "serve", broken)
     with pytest.raises(OSError, match="the listener is lost"):
         asyncio.run(main())
+    assert listened == [True] * (when == "later")
     for thread in threading.enumerate():
         if thread.name == "engine":  # a loading engine ends after loading
             thread.join(60)

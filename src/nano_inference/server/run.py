@@ -89,8 +89,8 @@ class Shutdown:
 @asynccontextmanager
 async def listening_for(
     app: ASGIApp, config: ServerConfig, policy: GuardPolicy, listening: socket.socket, shutdown: Shutdown
-) -> AsyncIterator[None]:
-    """Serve an application on a socket while the block runs, and handle signals."""
+) -> AsyncIterator[bool]:
+    """Serve an application on a socket while the block runs, and handle signals. Yields False if it cannot start."""
     loop = asyncio.get_running_loop()
     listener = Listener(uvicorn_config(app, config, policy))
     shutdown.handle_signals(loop)
@@ -99,7 +99,7 @@ async def listening_for(
     try:
         while not (listener.started or serving.done()):
             await asyncio.sleep(_POLL_S / 10)
-        yield
+        yield listener.started
     finally:
         if config.uds is not None:  # before the listener closes: a server that starts then makes its own file
             remove_socket(config.uds)
@@ -187,8 +187,9 @@ async def serve(
     link, shutdown = EngineLink(step_timeout=config.step_timeout), Shutdown()
     app = make_app(config, link)
     try:
-        async with listening_for(app.asgi, config, app.guard.policy, listening, shutdown):
-            on_listening()
+        async with listening_for(app.asgi, config, app.guard.policy, listening, shutdown) as is_listening:
+            if is_listening:
+                on_listening()
             loading = asyncio.ensure_future(link.start(open_model))
             if await shutdown.comes_after(loading):
                 opened = loading.result()

@@ -136,8 +136,9 @@ async def serve_front(
         guard = Guard(front, policy, lambda *done: log_access(record_of(*done)), error_bodies(dialects))
         app = strip_root_path(config.root_path, guard)
         try:
-            async with listening_for(app, config, policy, listening, shutdown):
-                on_listening()
+            async with listening_for(app, config, policy, listening, shutdown) as is_listening:
+                if is_listening:
+                    on_listening()
                 if await shutdown.comes_after(servers.open()):
                     on_ready()
                     await shutdown.comes_after(watch())
