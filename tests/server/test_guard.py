@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nano_inference.server.app import guard_policy
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError
-from nano_inference.server.guard import OPEN_PATHS, ClientGone, Guard, GuardPolicy, read_body
+from nano_inference.server.guard import OPEN_PATHS, ClientGone, Guard, GuardPolicy, OnResponse, read_body
 from nano_inference.server.security import KeyRing
 from tests.cases import failures
 
@@ -75,6 +75,7 @@ def ask(
     path: str = "/v1/models",
     messages: Iterable[Message] = (END,),
     host: Sequence[Header] = (HOST,),
+    on_response: OnResponse | None = None,
 ) -> Answer:
     """Send one request through the guard; after its messages the client disconnects."""
     answer = Answer([], [])
@@ -88,7 +89,7 @@ def ask(
     async def send(message: Message) -> None:
         answer.sent.append(message)
 
-    guard = Guard(app, policy, lambda *noted: answer.noted.append(noted))
+    guard = Guard(app, policy, on_response or (lambda *noted: answer.noted.append(noted)))
     asyncio.run(asyncio.wait_for(guard(scope, receive, send), 30))
     return answer
 
@@ -587,4 +588,27 @@ def test_disconnected_client_has_no_status() -> None:
     assert reported_of(watch_after, BEARER, messages=[GONE]) == (200, None)
 
 
-# Other scopes, and Starlette inside
+def test_failing_on_response_does_not_break_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    answer = ask(served, policy_of(), on_response=fail)
+    assert answer.status == 200 and answer.is_whole
+    assert [record.getMessage().endswith("logging it failed") for record in caplog.records] == [True]
+
+
+# Other scopes
+
+
+def test_websocket_is_refused() -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    guard = Guard(failing(AssertionError("reached")), policy_of())
+    asyncio.run(guard({"type": "websocket", "path": "/v1/models", "headers": []}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]

@@ -94,6 +94,28 @@ def test_identify_returns_index_of_each_key() -> None:
     assert KeyRing.of(()).identify(FIRST) is None
 
 
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append(other)
+        return one == other
+
+    ring = KeyRing.of((FIRST, SECOND, "third-key-3"))
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    for presented in (FIRST, "wrong", None):
+        compared.clear()
+        ring.identify(presented)
+        assert compared == list(ring.digests)
+    assert {len(digest) for digest in ring.digests} == {32}
+
+
+def test_repr_shows_no_key() -> None:
+    ring = KeyRing.of((FIRST,), secret=b"our-secret")
+    assert repr(ring) == "KeyRing(is_shared=False)"
+    assert FIRST not in str(ring.digests)
+
+
 SALTS = [None, "", "a", "b", "a" * 128, "\udc80"]
 
 
