@@ -366,7 +366,7 @@ def test_packed_scores_equal_separate_ones(ours: InferenceEngine) -> None:
     for i, size in enumerate((3, 1, 40, 7, 2, 30, 1, 9)):
         params = {"temperature": (0, 0.4, 1, 1.9)[i % 4], "prompt_logprobs": (0, 4, 1)[i % 3]}
         rows.append(row(i, mode=MODES[i % 3], **params))
-        found[i] = Scored(range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size)))
+        found[i] = Scored(1, range(start, start + size), tuple((7 * j + i) % VOCAB_SIZE for j in range(size)))
         start += size + i % 2
     for width in (1, 2, 13, 64, 1000):
         calls: list[int] = []

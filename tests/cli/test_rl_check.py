@@ -200,7 +200,7 @@ FAULTS: dict[str, tuple[Change, Change, str]] = {
     "prompt scores survive prefix hits": (nothing, scores_by(later), "of 60 differ"),
     "prompt scores keep their order": (nothing, scores_by(lambda _, state: float(state.num_open > 1)), "another order"),
     "samples equal their scores": (nothing, values_by(lambda state: 0.01), "off by"),
-    "ids are not retokenised": (merged, nothing, ""),
+    "ids are not retokenised": (merged, nothing, "the prompt changed"),
     "continuation equals whole": (hot, nothing, "greedy"),
     "abort returns the partial": (nothing, choices_by(lambda choices: cut(choices, "abort")), "values"),
     "pause keeps requests": (unsent("/pause"), nothing, "a new request ran"),
@@ -212,7 +212,7 @@ FAULTS: dict[str, tuple[Change, Change, str]] = {
     ),
     "bad update changes nothing": (unsent("/update_weights"), nothing, "status 200 for NaN"),
     "stop token has a logprob": (nothing, choices_by(lambda choices: cut(choices, "stop")), "values"),
-    "banned tokens leave the mass": (without("min_tokens"), nothing, ""),
+    "banned tokens leave the mass": (without("min_tokens"), nothing, "banned token"),
     "values are json numbers": (nothing, values_by(lambda state: float("nan")), "nan"),
     "streams equal whole replies": (
         nothing,

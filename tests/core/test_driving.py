@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from nano_inference import EngineDead, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.executors.live_weights import LiveWeights
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import Calculator, fake_config, raising
-from tests.sim.versioned import CountedWeights, content, new_weights, run_to_end, versioned_engine
+from tests.sim.versioned import content, new_weights, run_to_end, versioned_engine
 
 PROMPTS = [[5, 9, 30, 2, 44, 8, 1], [5, 9, 30, 2, 11], [3]]
 PARAMS = SamplingParams(max_tokens=12, seed=4, ignore_eos=True, prompt_logprobs=0)
@@ -95,7 +96,7 @@ def test_sigint_in_a_step(
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize(("owner", "name"), [(WeightSyncManager, "stage"), (CountedWeights, "commit")])
+@pytest.mark.parametrize(("owner", "name"), [(WeightSyncManager, "stage"), (LiveWeights, "commit")])
 def test_sigint_in_an_update(owner: type, name: str, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is gathered is dropped; one that is installed gets installed whole."""
     engine = make_engine()

@@ -42,5 +42,5 @@ def test_scored_and_sampled_positions_can_be_apart() -> None:
     rows = (row(0, 8, num_sampled=1, score_from=0, score_end=4), row(1, 6, pool_from=2), row(2, 2, num_sampled=1))
     found = asked(*rows)
     assert found.kept == [0, 1, 2, 7, 10, 11, 12, 13, 15]
-    assert found.scored == {0: Scored(range(3), (1, 2, 3))} and found.pooled == {1: range(4, 8)}
+    assert found.scored == {0: Scored(1, range(3), (1, 2, 3))} and found.pooled == {1: range(4, 8)}
     assert found.places == [3, 8]

@@ -209,6 +209,27 @@ def test_step_between_forward_and_backward_raises(fresh: Case) -> None:
         loss.backward()
 
 
+def test_fused_step_between_forward_and_backward_raises(fresh: Case) -> None:
+    optimizer = OPTIMIZERS["fused"](list(fresh.policy.leaves))
+    policy = Policy(fresh.engine, fresh.model, optimizer)
+    policy.sync()
+    samples = fresh.samples()
+    train_logprobs(policy, samples).sum().backward()
+    loss = train_logprobs(policy, samples).sum()
+    optimizer.step()
+    with pytest.raises(StaleWeights, match="between the forward and the backward pass"):
+        loss.backward()
+
+
+def test_staged_update_that_scoring_installs_is_noticed(fresh: Case) -> None:
+    samples = fresh.samples()
+    named = {name: value.detach() * 1.01 for name, value in fresh.model.named_parameters()}
+    fresh.engine.update_weights(named, blocking=False)
+    with pytest.raises(StaleWeights):
+        for _ in range(1000):  # some steps later the update is staged
+            train_logprobs(fresh.policy, samples)
+
+
 @pytest.mark.parametrize("place", ["model.layers.1.mlp.down_proj.weight", "model.norm.weight"])
 def test_one_ulp_of_one_weight_is_seen(fresh: Case, place: str) -> None:
     samples = fresh.samples()
@@ -238,6 +259,49 @@ def test_forced_tokens_are_zero_without_gradient(llama: Case) -> None:
     assert all(leaf.grad is None or not leaf.grad.any() for leaf in llama.policy.leaves)
     mine = theirs(llama.model, samples, 0.8)[mask_N]
     assert torch.equal(exact_values(llama.engine, samples, mine=mine, temperature=0.8), sampled(samples)[mask_N])
+
+
+def test_gradient_is_that_of_the_engines_mode(tmp_path: Path) -> None:
+    """A mode that the parameters leave out is the engine's."""
+    model = make_model("llama-ratio1-untied", tmp_path)
+    config = EngineConfig(model_path=str(tmp_path), dtype="float32", device="cpu", logprobs_mode="raw")
+    params = SamplingParams(max_tokens=20, seed=5, temperature=0.5, top_k=5)
+    with InferenceEngine(config) as engine:
+        policy = Policy(engine, model)
+        policy.sync()
+        samples = engine.generate(PROMPTS, params, 2)
+        grads = []
+        for asked in (params, replace(params, logprobs_mode="raw")):
+            model.zero_grad()
+            values = train_logprobs(policy, samples, params=asked)
+            assert torch.equal(values, sampled(samples))
+            values.sum().backward()
+            grads.append([leaf.grad.clone() for leaf in policy.leaves])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_parameters_of_bfloat16_have_a_gradient_summed_in_float32(llama: Case) -> None:
+    samples = llama.samples()
+    leaves = {
+        name: nn.Parameter(leaf.detach().bfloat16())
+        for name, leaf in zip(llama.policy.names, llama.policy.leaves, strict=True)
+    }
+    policy = Policy(llama.engine, leaves)
+    policy.sync()
+    train_logprobs(policy, samples, temperature=0.8).sum().backward()
+    rounded = Policy(llama.engine, {name: nn.Parameter(leaf.detach().float()) for name, leaf in leaves.items()})
+    rounded.sync()
+    train_logprobs(rounded, samples, temperature=0.8).sum().backward()
+    llama.policy.changed()
+    llama.policy.sync()
+    for one, exact in zip(policy.leaves, rounded.leaves, strict=True):
+        assert torch.equal(one.grad, exact.grad.bfloat16())
+
+
+def test_values_keep_their_bits_beside_a_graph_of_lower_precision(llama: Case) -> None:
+    samples = llama.samples()
+    mine = theirs(llama.model, samples, 0.8).bfloat16()
+    assert torch.equal(exact_values(llama.engine, samples, mine=mine, temperature=0.8), sampled(samples))
 
 
 def test_surroundings_leave_values_and_gradients(llama: Case) -> None:
@@ -273,6 +337,9 @@ def test_what_is_not_exact_is_refused_by_name(llama: Case, tmp_path: Path) -> No
     two = replace(samples[0], token_versions=(*samples[0].token_versions[:-1], 7))
     dropping = nn.Sequential(nn.Dropout(0.1))
     some = dict(list(model.named_parameters())[:3])
+    dropping_model = type(model)(
+        transformers.LlamaConfig(**model.config.to_dict() | {"attention_dropout": 0.3})
+    ).train()
     off = EngineConfig(model_path=engine.config.model_path, dtype="float32", device="cpu", kernels="off")
     with InferenceEngine(off) as plain:
         refused: list[tuple[str, Callable[[], object]]] = [
@@ -280,6 +347,10 @@ def test_what_is_not_exact_is_refused_by_name(llama: Case, tmp_path: Path) -> No
             ("kernels", lambda: exact_values(plain, samples, mine=torch.zeros(3))),
             ("parameters", lambda: Policy(engine, dropping)),
             ("parameters", lambda: Policy(engine, some)),
+            ("parameters", lambda: Policy(engine, dropping_model)),
+            ("samples", lambda: train_logprobs(policy, [])),
+            ("params", lambda: train_logprobs(policy, samples, params=[SamplingParams()], values=sampled(samples))),
+            ("start", lambda: train_logprobs(policy, [[1, 2, 3]], ["a"])),  # type: ignore[list-item]
             ("samples", lambda: train_logprobs(policy, [two])),
             ("samples", lambda: exact_values(engine, [two], mine=torch.zeros(20))),
             ("samples", lambda: train_logprobs(policy, [[1, 2, 3]])),

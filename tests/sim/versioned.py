@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 import torch
 
@@ -12,6 +13,7 @@ from nano_inference.config import EngineConfig
 from nano_inference.core.cache import make_kv
 from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult
 from nano_inference.engine import InferenceEngine
+from nano_inference.executors.live_weights import LiveWeights
 from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor, TorchModel
 from nano_inference.loading.sources import TensorSource
@@ -152,23 +154,21 @@ class VersionedRunner:
         )
 
 
-class CountedWeights(TorchExecutor):
-    """Real (tiny) weights that can be updated; `install` gets the number of sets committed so far."""
+def counting_executor(install: Callable[[int], None]) -> TorchExecutor:
+    """Return real (tiny) weights that can be updated; `install` gets the number of sets committed so far."""
+    executor = TorchExecutor(MODEL, PROGRAM, torch.device("cpu"), torch.float32, SdpaBackend())
+    staged = executor.weights.stage()
+    for spec in PROGRAM.weights:
+        staged.put(spec, TensorSource(torch.zeros(spec.shape)))
+    executor.weights.commit(staged.finish())
+    numbers = count(1)
 
-    def __init__(self, install: Callable[[int], None]) -> None:
-        super().__init__(MODEL, PROGRAM, torch.device("cpu"), torch.float32, SdpaBackend())
-        staged = self.stage()
-        for spec in self.program.weights:
-            staged.put(spec, TensorSource(torch.zeros(spec.shape)))
-        super().commit(staged.finish())
-        self._install = install
-        self._num_installed = 0
+    def commit(staged: TorchModel) -> None:
+        install(next(numbers))
+        LiveWeights.commit(executor.weights, staged)
 
-    def commit(self, staged: TorchModel) -> None:
-        """Count the weights."""
-        self._num_installed += 1
-        self._install(self._num_installed)
-        super().commit(staged)
+    executor.weights.commit = commit  # type: ignore[method-assign]
+    return executor
 
 
 def versioned_engine(
@@ -188,7 +188,7 @@ def versioned_engine(
         max_model_len=100_000,
         lookahead=lookahead,
         eos_token_ids=frozenset([EOS]),
-        weights=WeightSyncManager(CountedWeights(runner.install)),
+        weights=WeightSyncManager(counting_executor(runner.install)),
     )
     return InferenceEngine(config, parts=parts)
 

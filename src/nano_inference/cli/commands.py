@@ -157,7 +157,7 @@ def rl_check(
     /,
     *,
     dialect: Annotated[Literal["vllm", "sglang"], Parameter(help="whose requests to send")] = "vllm",
-    vocab: Annotated[int, Parameter(help="the model's number of token ids")],
+    vocab: Annotated[int | None, Parameter(help="the model's number of token ids; needed")] = None,
     a: Annotated[str | None, Parameter(help="directory of the weights that the server starts with")] = None,
     b: Annotated[str | None, Parameter(help="directory of other weights")] = None,
     bad: Annotated[str | None, Parameter(help="directory of weights with a NaN")] = None,
@@ -168,6 +168,7 @@ def rl_check(
     only: Annotated[str | None, Parameter(help="run the checks whose names contain this")] = None,
     api_key: Annotated[str | None, Parameter(help="the server's key")] = None,
     as_json: JsonFlag = False,
+    settings: SettingsFlags = SETTINGS,
 ) -> int:
     """Check what an RL trainer may rely on in a rollout server: this one, vLLM or SGLang.
 
@@ -176,6 +177,8 @@ def rl_check(
     from nano_inference.cli.rl_check import checks
     from nano_inference.cli.rl_check import run as work
 
+    if vocab is None:
+        raise BadRequest("--vocab", "give the model's number of token ids")
     options = checks.Options(
         vocab_size=vocab, a=a, b=b, bad=bad, adapter=adapter, pid=pid, tolerance=tolerance, long=long
     )

@@ -156,18 +156,69 @@ def _extras(
     return tuple(DrawExtras(raw_logprobs.get(i), mask) for i, mask in enumerate(masks))
 
 
-def adjust_scored(logits_BV: Tensor, rows: Sequence[Row | None], vocabulary: Vocabulary) -> None:
+class Known(NamedTuple):
+    """A token whose draw is repeated: its row, with `score_params` and the whole `history`, and its position."""
+
+    row: Row
+    position: int
+
+
+def adjust_known(logits_BV: Tensor, known: Sequence[Known | None], vocabulary: Vocabulary) -> None:
     """Give logits, in place, the values that the log-probability of a draw is computed from; None leaves a row's."""
-    drawn = [(index, row) for index, row in enumerate(rows) if row is not None]
-    for index, row in drawn:
-        adjust_logits(logits_BV[index], vocabulary.local(row))
-    cut = [(index, row) for index, row in drawn if row.logprobs_mode == "processed" and truncation_of(row).is_active]
+    seen: _Seen | None = None
+    cut: list[tuple[int, Row]] = []
+    for index, one in enumerate(known):
+        if one is None:
+            continue
+        row, position = one
+        assert row.score_params is not None
+        is_banned = position - row.num_prompt < row.score_params.min_tokens
+        draw_row = row._replace(
+            params=row.score_params, history=(), banned=tuple(sorted(row.stop_ids)) if is_banned else ()
+        )
+        if row.history:
+            if seen is None or seen.row is not row:
+                seen = _Seen(row, logits_BV, vocabulary)
+            seen.penalise(logits_BV[index], position)
+        adjust_logits(logits_BV[index], vocabulary.local(draw_row))
+        if row.logprobs_mode == "processed" and truncation_of(draw_row).is_active:
+            cut.append((index, draw_row))
     if cut:
         places = [index for index, _ in cut]
         logits_RV = logits_BV[places]
         scaled_RV = scaled(logits_RV, [row.params.temperature for _, row in cut], vocabulary)
         vocabulary.truncate(logits_RV, scaled_RV, [truncation_of(row) for _, row in cut])
         logits_BV[places] = logits_RV
+
+
+class _Seen:
+    """Counts the tokens of a known text as its positions advance, for penalties: each costs its change only."""
+
+    def __init__(self, row: Row, logits_BV: Tensor, vocabulary: Vocabulary) -> None:
+        self.row, self._vocabulary = row, vocabulary
+        self._end = 0  # tokens counted so far
+        self._is_seen_V = torch.zeros(logits_BV.size(-1), dtype=torch.bool, device=logits_BV.device)
+        self._count_V = torch.zeros(logits_BV.size(-1), dtype=torch.long, device=logits_BV.device)
+
+    def penalise(self, logits_V: Tensor, position: int) -> None:
+        """Apply what `penalise` applies with the tokens before a position, bit for bit; positions ascend."""
+        row, params = self.row, self.row.score_params
+        assert params is not None and position >= self._end
+        self._is_seen_V[self._local(row.history[self._end : position])] = True
+        for token in self._local(row.history[max(self._end, row.num_prompt) : position]):
+            self._count_V[token] += 1
+        self._end = position
+        if params.repetition_penalty != 1:
+            penalty = params.repetition_penalty
+            changed_V = torch.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+            logits_V.copy_(torch.where(self._is_seen_V, changed_V, logits_V))
+        if params.presence_penalty or params.frequency_penalty:
+            reduced_V = logits_V - (params.presence_penalty + params.frequency_penalty * self._count_V)
+            logits_V.copy_(torch.where(self._count_V > 0, reduced_V, logits_V))
+
+    def _local(self, ids: Sequence[int]) -> list[int]:
+        """Return ids as indices among the logits here."""
+        return list(self._vocabulary.local(self.row._replace(history=tuple(ids), num_prompt=0)).history)
 
 
 class _Kept(NamedTuple):

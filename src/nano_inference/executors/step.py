@@ -17,7 +17,7 @@ from nano_inference.core.step import Row, RowResult
 from nano_inference.executors.ahead import joined, sample_ahead
 from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
 from nano_inference.executors.logprobs import floor_logprobs
-from nano_inference.executors.sampling import adjust_scored
+from nano_inference.executors.sampling import Known, adjust_known
 from nano_inference.executors.vocabulary import Vocabulary
 from nano_inference.models.program import Program
 from nano_inference.types import TopLogprobs
@@ -145,16 +145,6 @@ def _pool(forward: Forward, found: Mapping[int, range], hidden_KE: Tensor) -> di
     return {row: tuple(total) for row, total in zip(found, sums, strict=True)}
 
 
-def row_of_draw(row: Row, position: int) -> Row | None:
-    """Return the row that samples a known token at a position; None if its log-probability is of unmodified logits."""
-    params = row.score_params
-    if params is None or row.logprobs_mode == "raw":
-        return None
-    is_banned = position - row.num_prompt < params.min_tokens
-    banned = tuple(sorted(row.stop_ids)) if is_banned else ()
-    return row._replace(params=params, history=row.history[:position], banned=banned)
-
-
 def score_rows(
     forward: Forward,
     rows: Sequence[Row],
@@ -169,14 +159,15 @@ def score_rows(
     """
     indices: list[int] = []  # those of the targets of all rows, among the K hidden states that precede them
     tokens: list[int] = []
-    drawn_rows: list[Row | None] = []  # for each target that was sampled, the row of its draw
+    drawn: list[Known | None] = []  # targets whose draws are repeated
     temperatures: list[float] = []
     num_tops: list[int] = []
     for index, known in found.items():
         row, size = rows[index], len(known.targets)
         indices += known.indices
         tokens += known.targets
-        drawn_rows += [row_of_draw(row, known.first + place) for place in range(size)]
+        is_drawn = row.score_params is not None and row.logprobs_mode != "raw"
+        drawn += [Known(row, known.first + place) if is_drawn else None for place in range(size)]
         temperature = (row.score_params or row.params).temperature
         temperatures += [temperature if row.logprobs_mode != "raw" else 1.0] * size
         num_tops += [row.params.prompt_logprobs or 0] * size
@@ -188,7 +179,7 @@ def score_rows(
         piece = slice(start, start + width)
         index_S, target_S = torch.tensor([indices[piece], tokens[piece]], device=forward.device)
         logits_SV = forward.logits(hidden_KE[index_S])
-        adjust_scored(logits_SV, drawn_rows[piece], vocabulary)
+        adjust_known(logits_SV, drawn[piece], vocabulary)
         normaliser = vocabulary.normalise(logits_SV, temperatures[piece])
         own_S1 = vocabulary.at(logits_SV, target_S.to(logits_SV.device))
         logprobs += floor_logprobs(normaliser.logprobs(own_S1).squeeze(-1)).tolist()

@@ -391,17 +391,18 @@ def prompt_logprobs(sample: TrainingSample | None, generation: Generation) -> li
     scores = sample.prompt_logprobs or ()
     tops = sample.prompt_top_logprobs or ((),) * len(scores)
     text = cache(lambda token: token_text(token, generation.tokenizer))
-    start = len(sample.prompt_tokens) - len(scores)
+    start = max(1, generation.requests[0].score_start)
     rows: list[JSON | None] = [None] * start
     ranks = sample.prompt_ranks or (None,) * len(scores)
-    for token, score, top, token_rank in zip(sample.prompt_tokens[start:], scores, tops, ranks, strict=True):
+    scored = sample.prompt_tokens[start : start + len(scores)]  # fewer than all if the request was aborted
+    for token, score, top, token_rank in zip(scored, scores, tops, ranks, strict=True):
         row = {
             str(one.token): {"logprob": one.logprob, "rank": rank, "decoded_token": text(one.token)}
             for rank, one in enumerate(top[: generation.prompt_logprobs], start=1)
         }
         own = {"logprob": score, "rank": token_rank, "decoded_token": text(token)}
         rows.append({**row, **({} if str(token) in row else {str(token): own})})
-    return rows
+    return rows + [None] * (len(sample.prompt_tokens) - len(rows))
 
 
 def _namer(generation: Generation) -> Callable[[int], str]:

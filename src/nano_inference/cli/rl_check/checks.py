@@ -253,7 +253,8 @@ def samples_equal_their_scores(t: Trial) -> str:
 def ids_are_not_retokenised(t: Trial) -> str:
     split = [1, 14] * 10  # in the model of the tests "a", "n", which its tokenizer merges
     one, two = _scores_of(t, split), _scores_of(t, [*split, 1])
-    require(len(one) == 20 and t.near(one, two[:20]), f"{len(one)} values for 20 ids: the prompt's ids changed")
+    is_whole = len(one) == 20 and None not in one[1:]
+    require(is_whole and t.near(one, two[:20]), f"{len(one)} values for 20 ids, or of other ids: the prompt changed")
     (x,) = t.server.generate(split, seed=2)
     require(len(x.ids) == len(x.logprobs), f"{len(x.ids)} ids and {len(x.logprobs)} values")
     return ""

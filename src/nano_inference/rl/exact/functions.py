@@ -6,6 +6,7 @@ Shapes: N scored tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nano_inference.core.admission import score_starts, scoring_requests
 from nano_inference.engine import InferenceEngine
-from nano_inference.rl.exact.policy import Policy, exact_executor
+from nano_inference.rl.exact.policy import Policy, StaleWeights, exact_executor
 from nano_inference.rl.exact.program import Texts, gradients
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
@@ -40,16 +42,19 @@ def train_logprobs(
     """
     policy.check()
     texts, first, mask_N = _texts_of(samples, starts)
+    requests = scoring_requests(texts, first, temperature, params)
+    mode = policy.engine.config.logprobs_mode
+    sampled = [one.score_params or SamplingParams() for one in requests]
+    sampled = [replace(one, logprobs_mode=one.logprobs_mode or mode) for one in sampled]
     if values is None:
         values = _scored(policy.engine, texts, first, temperature, params)
+        policy.check()  # an update that was staged is installed by the steps of scoring
     elif values.shape != mask_N.shape:
         raise BadRequest("values", f"must be [{len(mask_N)}], one for each token, got {list(values.shape)}")
-    each = [params] * len(texts) if params is None or isinstance(params, SamplingParams) else list(params)
-    plain = SamplingParams(temperature=temperature, logprobs_mode="tempered")
-    asked = Texts(
-        texts, first, [one or plain for one in each], [_stop_ids(policy.engine, one or plain) for one in each]
-    )
-    values = torch.where(mask_N, values, 0.0)
+    asked = Texts(texts, first, sampled, [_stop_ids(policy.engine, one) for one in sampled])
+    device = policy.leaves[0].device
+    mask_N = mask_N.to(device)
+    values = torch.where(mask_N, values.to(device, torch.float32), 0.0)
     return cast(Tensor, _Recomputed.apply(values, mask_N, policy, asked, *policy.leaves))  # type: ignore[no-untyped-call]
 
 
@@ -74,21 +79,23 @@ def exact_values(
 
 
 def with_values(mine: Tensor, values: Tensor) -> Tensor:
-    """Return `values` with the gradient of `mine`, in its dtype and on its device. Raises `BadRequest`."""
+    """Return `values` with the gradient of `mine`, float32 on its device. Raises `BadRequest` for another shape."""
     if mine.shape != values.shape:
         raise BadRequest(
             "mine", f"must have the shape {list(values.shape)} of the sampled tokens, got {list(mine.shape)}"
         )
-    return cast(Tensor, _Replaced.apply(mine, values.to(mine)))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Replaced.apply(mine, values.to(mine.device, torch.float32)))  # type: ignore[no-untyped-call]
 
 
 def _texts_of(
     samples: Sequence[TrainingSample] | Sequence[Sequence[int]], starts: Sequence[int] | None
 ) -> tuple[list[list[int]], list[int], Tensor]:
     """Return texts, starts and, for each token from there on, whether it was sampled."""
+    if not samples:
+        raise BadRequest("samples", "must not be empty")
     if starts is not None:
         texts = [list(cast(Sequence[int], ids)) for ids in samples]
-        if len(starts) != len(texts) or any(start < 1 for start in starts):
+        if len(score_starts(starts, len(texts))) != len(texts) or any(start < 1 for start in starts):
             raise BadRequest("starts", f"must be one position >= 1 for each of {len(texts)} texts, got {starts!r}")
         count = sum(max(0, len(ids) - start) for ids, start in zip(texts, starts, strict=True))
         return texts, list(starts), torch.ones(count, dtype=torch.bool)
@@ -117,7 +124,7 @@ def _scored(
     temperature: float,
     params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> Tensor:
-    found = engine.score(texts, starts, temperature=temperature, params=params) if texts else []
+    found = engine.score(texts, starts, temperature=temperature, params=params)
     return torch.tensor(list(chain.from_iterable(cast(list[list[float]], found))), dtype=torch.float32)
 
 
@@ -130,7 +137,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, mask_N: Tensor, policy: Policy, texts: Texts, *leaves: Tensor) -> Tensor:
-        ctx.policy, ctx.texts = policy, texts
+        ctx.policy, ctx.texts, ctx.counters = policy, texts, policy.counters()
         ctx.save_for_backward(mask_N, *leaves)  # an optimizer step before the backward pass then raises
         return values_N.clone()
 
@@ -139,21 +146,19 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
         mask_N, *leaves = ctx.saved_tensors
         policy: Policy = ctx.policy
+        if ctx.counters != policy.counters():  # fused optimizers are not noticed by saved tensors
+            raise StaleWeights("the parameters have changed between the forward and the backward pass")
         wanted = [i for i, is_needed in enumerate(ctx.needs_input_grad[4:]) if is_needed]
         with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
-            own = [leaf.detach().requires_grad_(i in wanted) for i, leaf in enumerate(leaves)]
-            tensors = {name: _computed(value) for name, value in zip(policy.names, own, strict=True)}
-            found = gradients(
-                policy.program,
-                tensors,
-                [own[i] for i in wanted],
-                ctx.texts,
-                grad_N.to(leaves[0].device) * mask_N.to(leaves[0].device),
-                by_layer=policy.by_layer,
-            )
+            tensors = {
+                name: _computed(leaf.detach()).requires_grad_(i in wanted)
+                for i, (name, leaf) in enumerate(zip(policy.names, leaves, strict=True))
+            }
+            names = [policy.names[i] for i in wanted]
+            found = gradients(policy.program, tensors, names, ctx.texts, grad_N * mask_N, by_layer=policy.by_layer)
         grads: list[Tensor | None] = [None] * len(leaves)
         for i, one in zip(wanted, found, strict=True):
-            grads[i] = one
+            grads[i] = None if one is None else one.to(leaves[i].dtype)
         return None, None, None, None, *grads
 
 
@@ -167,8 +172,9 @@ class _Replaced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, values: Tensor) -> Tensor:
+        ctx.dtype = mine.dtype
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return grads[0].to(ctx.dtype), None

@@ -13,6 +13,8 @@ from nano_inference.executors.protocol import Executor
 from nano_inference.rl.exact.program import unsupported
 from nano_inference.types import BadRequest
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+
 
 class StaleWeights(RuntimeError):
     """The parameters, or the engine's weights, changed since `Policy.sync`."""
@@ -46,7 +48,8 @@ class Policy:
         """`parameters` are a module's, or named ones, by the names that `update_weights` takes; tied ones once.
 
         `optimizer`: each of its steps counts as a change, also that of a fused one, which torch's counters of changes
-        miss. `by_layer` keeps one residual a layer for the backward pass and computes the rest again.
+        miss. A parameter that is replaced by another object in its module is not seen: make a new policy. `by_layer`
+        keeps one residual a layer for the backward pass and computes the rest again.
         Raises `BadRequest` for an engine that is not exact, for dropout in training, for a module wrapped by
         `DistributedDataParallel`, for an operation without gradient, and for missing parameters.
         """
@@ -67,6 +70,7 @@ class Policy:
         self.leaves = tuple(known[name] for name in self.names)
         self._named = named
         self._installed: tuple[Any, ...] | None = None  # `_state` after the last `sync`
+        self._num_changes = 0  # changes that were reported
         if optimizer is not None:
             optimizer.register_step_post_hook(lambda *_: self.changed())
 
@@ -80,6 +84,7 @@ class Policy:
     def changed(self) -> None:
         """Report a change of parameters that torch does not count, such as one through `.data`."""
         self._installed = None
+        self._num_changes += 1
 
     def check(self) -> None:
         """Raise `StaleWeights` if the engine does not have the parameters of now."""
@@ -88,9 +93,12 @@ class Policy:
         if self._installed != self._state():
             raise StaleWeights("the parameters or the engine's weights have changed: call sync()")
 
+    def counters(self) -> tuple[Any, ...]:
+        """Return the number of reported changes, and each parameter's memory and count of in-place changes."""
+        return (self._num_changes, *((leaf.data_ptr(), leaf._version) for leaf in self.leaves))
+
     def _state(self) -> tuple[Any, ...]:
-        """Return the engine's version and each parameter's memory and count of in-place changes."""
-        return (self.engine.weight_info().version, *((leaf.data_ptr(), leaf._version) for leaf in self.leaves))
+        return (self.engine.weight_info().version, *self.counters())
 
 
 def _check_module(module: nn.Module) -> None:
@@ -99,7 +107,12 @@ def _check_module(module: nn.Module) -> None:
             "parameters", "of DistributedDataParallel: its gradients would not be averaged; exact_values is"
         )
     for name, part in module.named_modules():
-        if isinstance(part, nn.Dropout) and part.p > 0 and part.training:
+        if isinstance(part, _DROPOUTS) and part.p > 0 and part.training:
             raise BadRequest(
                 "parameters", f"{name} drops values in training, the engine does not; call eval() or set p=0"
             )
+    config = getattr(module, "config", None)  # of Transformers, whose attention_dropout is no module
+    for name, value in ({} if config is None else vars(config)).items():
+        if module.training and "dropout" in name and isinstance(value, float) and value > 0:
+            text = f"config.{name} is {value:g} in training, the engine drops nothing: call eval()"
+            raise BadRequest("parameters", text)

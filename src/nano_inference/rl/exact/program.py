@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nano_inference.core.step import Row
-from nano_inference.executors.sampling import WHOLE, adjust_scored
+from nano_inference.executors.sampling import WHOLE, Known, adjust_known
 from nano_inference.executors.torch import ops as compute
 from nano_inference.executors.torch.attention.masks import create_attention_mask
 from nano_inference.executors.truncation import truncation_of
@@ -74,36 +74,33 @@ def unsupported(program: Program) -> list[str]:
 def gradients(
     program: Program,
     tensors: Mapping[str, Tensor],
-    leaves: Sequence[Tensor],
+    wanted: Sequence[str],
     texts: Texts,
     grad_N: Tensor,
     *,
     by_layer: bool,
 ) -> list[Tensor | None]:
-    """Return the gradients of `leaves` for those of the scored tokens' log-probabilities; None for a leaf not used.
+    """Return the gradients of some weights for those of the scored tokens' log-probabilities; None for one not used.
 
-    `tensors` are the program's weights by name, float32 or float64, which depend on `leaves`. `by_layer` keeps one
-    residual a layer, and computes the rest again (activation checkpointing).
+    `tensors` are the program's weights by name, float32 or float64 leaves, of which `wanted` require a gradient.
+    `by_layer` keeps one residual a layer, and computes the rest again (activation checkpointing).
     """
+    leaves = [tensors[name] for name in wanted]
     some = next(iter(tensors.values()))
     tokens = _tokens_of(program, texts, some.dtype, some.device)
     x_NE = _residuals(program, tensors, texts, tokens, by_layer=by_layer)
     # The head, a chunk of logits at a time, forward and backward at once.
     found: list[Tensor | None] = [None] * len(leaves)
     grad_NE = torch.empty_like(x_NE)
-    rows, targets = (
-        _rows_of(texts),
-        [token for ids, i in zip(texts.ids, texts.starts, strict=True) for token in ids[i:]],
-    )
+    known = _known_of(texts)
+    targets = [token for ids, start in zip(texts.ids, texts.starts, strict=True) for token in ids[start:]]
     width = max(1, HEAD_ELEMENTS // program.vocab_size)
-    for start in range(0, len(rows), width):
+    for start in range(0, len(known), width):
         piece = slice(start, start + width)
         x_CE = x_NE[piece].detach().requires_grad_()
         target_C = torch.tensor(targets[piece], device=x_CE.device)
-        out_C = _head(program, tensors, tokens, x_CE, target_C, rows[piece])
-        grad_CE, *more = torch.autograd.grad(
-            out_C, [x_CE, *leaves], grad_N[piece].to(out_C), allow_unused=True, retain_graph=True
-        )
+        out_C = _head(program, tensors, tokens, x_CE, target_C, known[piece])
+        grad_CE, *more = torch.autograd.grad(out_C, [x_CE, *leaves], grad_N[piece].to(out_C), allow_unused=True)
         grad_NE[piece] = grad_CE
         found = list(map(_sum, found, more))
     below = torch.autograd.grad(x_NE, leaves, grad_NE, allow_unused=True)
@@ -136,7 +133,7 @@ def _residuals(
         values = tuple(buffers.values())
         found = checkpoint(run, *values, use_reentrant=False) if by_layer and values else run(*values)
         buffers = dict(zip(names, found, strict=True))
-    return buffers["x"][torch.tensor(before_N, device=buffers["x"].device)]
+    return buffers["x"][torch.tensor(before_N, dtype=torch.long, device=buffers["x"].device)]
 
 
 def _segments(program: Program) -> list[tuple[Sequence[ops.Op], Sequence[str]]]:
@@ -187,70 +184,69 @@ def _head(
     tokens: _Tokens,
     x_CE: Tensor,
     target_C: Tensor,
-    rows: Sequence[Row],
+    known: Sequence[Known],
 ) -> Tensor:
-    """Return the log-probabilities [C] of tokens that rows sampled, from residuals."""
+    """Return the log-probabilities [C] of known tokens, from residuals."""
     logits_CV = _run((*program.final, *program.head), {"x": x_CE}, tensors, tokens)["logits"]
-    logits_CV = _adjusted(logits_CV, rows)
-    divisors = [(row.params.temperature or 1.0) if row.logprobs_mode != "raw" else 1.0 for row in rows]
+    logits_CV = _adjusted(logits_CV, known)
+    divisors = [(row.params.temperature or 1.0) if row.logprobs_mode != "raw" else 1.0 for row, _ in known]
     if any(divisor != 1 for divisor in divisors):
         logits_CV = logits_CV / logits_CV.new_tensor(divisors).unsqueeze(-1)
     return logits_CV.log_softmax(-1).gather(-1, target_C.unsqueeze(-1)).squeeze(-1)
 
 
-def _rows_of(texts: Texts) -> list[Row]:
-    """Return the row that sampled each scored token."""
-    return [
-        _row_of(ids, position, start, params, stop_ids)
-        for ids, start, params, stop_ids in zip(texts.ids, texts.starts, texts.params, texts.stop_ids, strict=True)
-        for position in range(start, len(ids))
-    ]
-
-
-def _row_of(ids: Sequence[int], position: int, start: int, params: SamplingParams, stop_ids: frozenset[int]) -> Row:
-    """Return the row that sampled the token at a position."""
-    is_penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
-    return Row(
-        id=0,
-        tokens=(),
-        prev_token=-1,
-        start=position,
-        blocks=(),
-        num_sampled=1,
-        params=params,
-        logprobs_mode=params.logprobs_mode or "processed",
-        seed=0,
-        sample_index=0,
-        history=tuple(ids[:position]) if is_penalised else (),
-        num_prompt=start,
-        banned=tuple(sorted(stop_ids)) if position - start < params.min_tokens else (),
-    )
+def _known_of(texts: Texts) -> list[Known]:
+    """Return each scored token with the row that sampled it."""
+    found: list[Known] = []
+    for ids, start, params, stop_ids in zip(texts.ids, texts.starts, texts.params, texts.stop_ids, strict=True):
+        is_penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0)
+        assert params.logprobs_mode is not None
+        row = Row(
+            id=0,
+            tokens=(),
+            prev_token=-1,
+            start=0,
+            blocks=(),
+            num_sampled=0,
+            params=params,
+            logprobs_mode=params.logprobs_mode,
+            seed=0,
+            sample_index=0,
+            history=tuple(ids) if is_penalised else (),
+            num_prompt=start,
+            score_params=params,
+            stop_ids=stop_ids,
+        )
+        found += [Known(row, position) for position in range(start, len(ids))]
+    return found
 
 
 def is_plain(row: Row) -> bool:
     """Return whether the sampler changes a row's logits by the temperature alone."""
     params = row.params
     is_cut = row.logprobs_mode == "processed" and truncation_of(row).is_active
-    return not (row.history or row.banned or params.logit_bias or params.allowed_token_ids is not None or is_cut)
+    is_restricted = params.allowed_token_ids is not None or bool(params.min_tokens and row.stop_ids)
+    return row.logprobs_mode == "raw" or not (row.history or params.logit_bias or is_restricted or is_cut)
 
 
-def _adjusted(logits_CV: Tensor, rows: Sequence[Row]) -> Tensor:
+def _adjusted(logits_CV: Tensor, known: Sequence[Known]) -> Tensor:
     """Return logits as the sampler adjusts them, differentiable.
 
     The sampler's functions run on a copy. Each changes a logit to factor * logit + constant, or excludes the token.
     """
-    if all(row.logprobs_mode == "raw" or is_plain(row) for row in rows):
+    if all(is_plain(one.row) for one in known):
         return logits_CV
-    adjusted_CV = logits_CV.detach().float().clone()
-    adjust_scored(adjusted_CV, [None if row.logprobs_mode == "raw" else row for row in rows], WHOLE)
+    exact_CV = logits_CV.detach()
+    adjusted_CV = exact_CV.float().clone()
+    adjust_known(adjusted_CV, [None if is_plain(one.row) else one for one in known], WHOLE)
     factor_CV = torch.ones_like(logits_CV)
-    for factor_V, logits_V, row in zip(factor_CV, logits_CV.detach(), rows, strict=True):
+    for factor_V, logits_V, (row, position) in zip(factor_CV, exact_CV, known, strict=True):
         penalty = row.params.repetition_penalty
-        if penalty != 1 and row.history and row.logprobs_mode != "raw":
-            seen = torch.tensor(sorted(set(row.history)), device=logits_V.device)
+        if penalty != 1 and row.logprobs_mode != "raw":
+            seen = torch.tensor(sorted(set(row.history[:position])), device=logits_V.device)
             factor_V[seen] = torch.where(logits_V[seen] > 0, 1 / penalty, penalty).to(factor_V.dtype)
     is_excluded_CV = adjusted_CV == -torch.inf
-    constant_CV = (adjusted_CV - logits_CV.detach() * factor_CV).masked_fill(is_excluded_CV, 0.0)
+    constant_CV = (adjusted_CV - exact_CV * factor_CV).masked_fill(is_excluded_CV, 0.0)
     return (logits_CV * factor_CV + constant_CV).masked_fill(is_excluded_CV, -torch.inf)
 
 

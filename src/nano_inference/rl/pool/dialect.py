@@ -84,10 +84,15 @@ def check_supported(request: EngineRequest) -> None:
         if is_given:
             raise BadRequest(name, "workers at URLs do not support it; use engines in this process or Ray actors")
     params = request.params
-    scored = request.score_params or params
-    if params.prompt_logprobs is not None and scored.logprobs_mode == "tempered" and scored.temperature != 1:
-        text = f"workers at URLs score at temperature 1, got {scored.temperature:g}; give it in params"
-        raise BadRequest("temperature", text)
+    scored, plain = request.score_params or params, SamplingParams(logprobs_mode="tempered")
+    if request.score_params is not None and scored.logprobs_mode is not None and scored != plain:
+        if scored == replace(plain, temperature=scored.temperature):
+            text = f"workers at URLs score at temperature 1, got {scored.temperature:g}; give it in params"
+            raise BadRequest("temperature", text)
+        raise BadRequest("params", "logprobs_mode: servers set it for all requests (--logprobs-mode)")
+    is_prompt = request.score_params is None and params.prompt_logprobs is not None and params.max_tokens == 0
+    if is_prompt and params.temperature != 1:
+        raise BadRequest("temperature", f"workers at URLs score at temperature 1, got {params.temperature:g}")
     if params.logprob_token_ids and params.logprobs:
         raise BadRequest("logprobs", "workers at URLs report logprob_token_ids or the most probable tokens, not both")
     if params.logprobs_mode is not None and params.max_tokens != 0:

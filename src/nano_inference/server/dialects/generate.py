@@ -61,7 +61,7 @@ class GenerateBody(Body):
     stream_options: schema.StreamOptions | None = None
     cache_salt: schema.Salt | None = None
     return_token_ids: bool | None = None  # include the prompt's ids in the reply
-    answer_start: schema.Count | None = None
+    answer_start: Annotated[int, Field(ge=1)] | None = None
     """The ids from here on are an answer: `prompt_logprobs` scores them as sampled with `sampling_params`."""
     token_offsets: list[Any] | None = None
     assistant_tokens_mask: list[Any] | None = None
@@ -96,16 +96,37 @@ def ask_generate(body: GenerateBody, model: ServedModel, config: ServerConfig, s
     }
     if params.skip_reading_prefix_cache:  # no other request has this namespace
         salt = f"{salt}#{uuid.uuid4().hex}"
-    if body.answer_start and params.prompt_logprobs is None:
-        raise ApiError(400, "answer_start needs sampling_params.prompt_logprobs", param="answer_start")
-    generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
-    if body.answer_start:
+    if body.answer_start is None:
+        generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
+    else:
+        _check_score(body, params)
+        fields |= {"max_tokens": 0, "min_tokens": None}  # no room for an answer is needed
+        generation = translated(fields, CompletionBody, _CLIENT_NAMES, model, config, salt)
         (request,) = generation.requests
-        score = SamplingParams(max_tokens=0, prompt_logprobs=request.params.prompt_logprobs)
-        sampled = replace(request, params=score, score_start=body.answer_start, score_params=request.params)
-        generation = replace(generation, requests=(sampled,))
+        score = SamplingParams(max_tokens=0, prompt_logprobs=params.prompt_logprobs)
+        sampled = replace(request.params, max_tokens=None, min_tokens=params.min_tokens or 0, prompt_logprobs=None)
+        asked = replace(request, params=score, score_start=body.answer_start, score_params=sampled)
+        generation = replace(generation, requests=(asked,))
     name, shown = body.request_id or f"generate-{uuid.uuid4().hex}", bool(body.return_token_ids)
     return replace(generation, id=name, names=frozenset({name}), token_ids=True, tokens_as_ids=True, options=shown)
+
+
+def _check_score(body: GenerateBody, params: GenerateParams) -> None:
+    """Raise `ApiError` for what an answer cannot be scored with."""
+    assert body.answer_start is not None
+    if params.prompt_logprobs is None:
+        raise ApiError(400, "answer_start needs sampling_params.prompt_logprobs", param="answer_start")
+    if body.answer_start >= len(body.token_ids):
+        text = f"answer_start must be less than the number of token_ids, {len(body.token_ids)}; got {body.answer_start}"
+        raise ApiError(400, text, param="answer_start")
+    for name, is_given in {
+        "structured_outputs": params.structured_outputs,
+        "bad_words": params.bad_words,
+        "n": (params.n or 1) > 1,
+    }.items():
+        if is_given:
+            where = f"sampling_params.{name}"
+            raise ApiError(400, f"{where} cannot be combined with answer_start", param=where)
 
 
 # ---- reply
