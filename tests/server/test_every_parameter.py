@@ -730,6 +730,7 @@ GENERATE_TABLE: Table = {
     "token_ids": turn("prompt", ids("abc"), ids("ab"), return_token_ids=True),
     "return_token_ids": turn("form", True, False),
     "cache_salt": turn("cached", "generate1", "generate2", token_ids=ids(LONG)),
+    "answer_start": turn("logprobs", 1, 3, token_ids=ids("abcab"), sampling_params={"prompt_logprobs": 0}),
     "token_offsets": idle([[0, 1]] * 3),
     "assistant_tokens_mask": idle([0] * 3),
 }
