@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from nano_inference.config import SchedulerConfig
-from nano_inference.core.scheduler import LOOKAHEAD, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step, seats
+from nano_inference.core.scheduler import MAX_READ_BEHIND, STREAM_LOOKAHEAD, SeqView, StepPlan, Work, plan_step, seats
 
 State = tuple[list[SeqView], list[SeqView], int, SchedulerConfig]
 States = list[tuple[State, StepPlan]]
@@ -152,7 +152,7 @@ def test_queue_is_read_only_while_there_is_room() -> None:
     assert len(plan_step(readable(2), [], 99, config(budget=8)).work) == 2, "budget"
     assert len(plan_step(readable(0), full, 99, config(budget=3)).work) == 3, "no budget"
     assert len(plan_step(readable(2), [], 2, config()).work) == 1, "blocks: one is kept spare for the admitted"
-    queue = iter([view(100, 40), *(view(101 + i, 40) for i in range(LOOKAHEAD))])
+    queue = iter([view(100, 40), *(view(101 + i, 40) for i in range(MAX_READ_BEHIND))])
     assert not plan_step(queue, [], 5, config(max_batch_size=99)).work and len(list(queue)) == 1, (
         "sequences that lack blocks"
     )

@@ -49,8 +49,8 @@ class Core:
         """The trainer's names of versions."""
         self._vocab_size = vocab_size
         self._kv = kv
-        self._limits = limits
-        self._urgent_limits = replace(limits, lookahead=1)
+        self._config = limits
+        self._urgent_config = replace(limits, lookahead=1)
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: list[Sequence] = []  # ascending by id, that is, oldest first
         self._speculator = Speculator(make_drafter, limits.max_draft_tokens)
@@ -125,11 +125,11 @@ class Core:
         Without `admit_new`, only requests that have started are computed. With `is_urgent`, a row samples one token,
         because something waits for the end of the step.
         """
-        hits: dict[int, Hit] = {}
+        hits: dict[int, Hit] = {}  # filled while `plan_step` reads the queue's views
         admitted = None if admit_new else self.started_requests()
         waiting = self._waiting_views(hits, admitted) if self._waiting else ()
         running = self._speculator.with_drafts(self._running, self._running_views())
-        limits = self._urgent_limits if is_urgent else self._limits
+        limits = self._urgent_config if is_urgent else self._config
         plan = plan_step(waiting, running, self._kv.num_free_blocks(), limits)
         assert plan.work or plan.preempted or admitted == frozenset() or not self.has_work(), "a step without work"
         seqs, copies, fresh = self._apply(plan, hits)
@@ -145,9 +145,9 @@ class Core:
     def _running_views(self) -> list[SeqView]:
         """Return the counts of running sequences, oldest first; counts private blocks only if blocks are scarce."""
         size = self._kv.block_size
-        wanted = self._limits.max_tokens_per_batch + len(self._running) * (size + self._limits.lookahead)
+        wanted = self._config.max_tokens_per_batch + len(self._running) * (size + self._config.lookahead)
         is_scarce = self._kv.num_free_blocks() * size < wanted
-        looks_ahead = self._limits.lookahead > 1
+        looks_ahead = self._config.lookahead > 1
         return [
             SeqView(
                 id=seq.id,

@@ -31,7 +31,7 @@ from nano_inference.config import SchedulerConfig
 from nano_inference.core.drafting import Offer, choose_drafts
 
 OVERTAKERS = 256  # most younger sequences that start while an older one waits for blocks or for budget
-LOOKAHEAD = 32  # most queued sequences read in one step after the first one that cannot be computed whole
+MAX_READ_BEHIND = 32  # most queued sequences read in one step after the first one that cannot be computed whole
 STREAM_LOOKAHEAD = 4  # most tokens of a row in one step while a client reads tokens as they come
 
 
@@ -163,7 +163,7 @@ def _read_queue(plan: _Plan, waiting: Iterable[SeqView]) -> tuple[list[SeqView],
     room = plan.free - sum(plan.work_for(view, _num_left(view)).num_blocks + 1 for view in plan.live)
     if room < 0:
         return found, urgent
-    part, last_id, num_left = share(plan.config), None, LOOKAHEAD
+    part, last_id, num_left = share(plan.config), None, MAX_READ_BEHIND
     for view in waiting:
         num_seats -= 1
         if last_id is not None and view.id > last_id:

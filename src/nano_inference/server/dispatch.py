@@ -19,7 +19,7 @@ from nano_inference.types import StepStats
 Enter = Callable[[int], None]
 """Queues the outbox's request with this index in the engine."""
 
-LOOKAHEAD = 256
+ASSUMED_OUTPUT = 256
 """Output tokens for which a running sample is assumed to need room in the KV cache."""
 _MIN_FREE = 1 / 8
 """Fraction of free KV cache blocks below which the cache counts as full."""
@@ -48,7 +48,7 @@ class _Usage:
     num_seats: int = 0  # samples that have not ended
     num_unstarted: int = 0  # those of them that the engine has not started
     num_unstarted_tokens: int = 0  # tokens that it computes before all of them have started; a prompt once
-    num_tokens: int = 0  # tokens of K/V that they have, plus up to `LOOKAHEAD` more per sample
+    num_tokens: int = 0  # tokens of K/V that they have, plus up to `ASSUMED_OUTPUT` more per sample
 
     def add(self, other: _Usage) -> None:
         self.num_seats += other.num_seats
@@ -77,8 +77,8 @@ class _Entry:
             if times.ended is None:
                 seats += 1
                 unstarted += times.started is None
-                left = LOOKAHEAD if most is None else max(0, most - times.num_tokens)
-                tokens += times.num_tokens + min(LOOKAHEAD, left)
+                left = ASSUMED_OUTPUT if most is None else max(0, most - times.num_tokens)
+                tokens += times.num_tokens + min(ASSUMED_OUTPUT, left)
         prompt = len(request.prompt) if unstarted and unstarted == seats else 0
         return _Usage(seats, unstarted, prompt + unstarted, tokens if seats else 0)
 

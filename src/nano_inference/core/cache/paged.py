@@ -46,11 +46,11 @@ class PagedKVCache(KVManager):
         for chain, block in self._block_of.items():
             assert self._hash_of[block] == chain
         for block in self._hash_of:
-            assert self._pool.refs[block] or self._is_findable(block)
+            assert self._pool.refs[block] or self._keep_or_forget(block)
         assert set(self._pool.idle()) <= set(self._block_of.values())
         assert not set(self._pool.blank()) & self._hash_of.keys()
 
-    def _is_findable(self, block: int) -> bool:
+    def _keep_or_forget(self, block: int) -> bool:
         """Return whether the block is the published one of its hash; forget the hash of a duplicate."""
         chain = self._hash_of.get(block)
         if chain is not None and self._block_of.get(chain) == block:

@@ -140,7 +140,7 @@ class KVManager(ABC):
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block, last block first: a prefix outlives its continuations."""
-        self._pool.release(blocks, self._is_findable)
+        self._pool.release(blocks, self._keep_or_forget)
 
     def flush(self) -> int:
         """Forget every prefix; return how many idle blocks became blank. Held blocks become blank when released."""
@@ -160,5 +160,5 @@ class KVManager(ABC):
         """Forget the prefix that ends with a block."""
 
     @abstractmethod
-    def _is_findable(self, block: int) -> bool:
+    def _keep_or_forget(self, block: int) -> bool:
         """Return whether a block that nothing holds is part of a prefix that can be found; called once on release."""

@@ -121,7 +121,7 @@ class RadixKVCache(KVManager):
             if node >= 0:
                 yield node
 
-    def _is_findable(self, block: int) -> bool:
+    def _keep_or_forget(self, block: int) -> bool:
         return block in self._label_of
 
     def _can_have_children(self, node: int) -> bool:
