@@ -19,6 +19,7 @@ from nano_inference.types import (
     Matcher,
     Prefill,
     SamplingMask,
+    SamplingParams,
     StopReason,
     TokenLogprob,
     TokenProgram,
@@ -188,7 +189,7 @@ def start_sequences(
     """
     params = request.params
     sampled = request.score_params or params
-    stop_ids = frozenset(sampled.stop_token_ids) | (frozenset() if sampled.ignore_eos else eos_token_ids)
+    stop_ids = stop_ids_of(sampled, eos_token_ids)
     sequences: list[Sequence] = []
     for index in range(request.num_samples):
         matcher = request.make_matcher() if request.make_matcher else None
@@ -213,6 +214,11 @@ def start_sequences(
     if request.partial is not None:
         _resume(sequences[0], request.partial)
     return sequences
+
+
+def stop_ids_of(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Return the tokens after which a sample ends, which `min_tokens` bans."""
+    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
 
 
 def _resume(seq: Sequence, partial: TrainingSample) -> None:

@@ -163,6 +163,16 @@ class Known(NamedTuple):
     position: int
 
 
+def is_adjusted(row: Row) -> bool:
+    """Return whether the draws of a row with `score_params` change its logits by more than the temperature."""
+    params = row.score_params
+    if params is None or row.logprobs_mode == "raw":
+        return False
+    is_cut = row.logprobs_mode == "processed" and truncation_of(row._replace(params=params)).is_active
+    is_restricted = params.allowed_token_ids is not None or bool(params.min_tokens and row.stop_ids)
+    return bool(row.history or params.logit_bias) or is_restricted or is_cut
+
+
 def adjust_known(logits_BV: Tensor, known: Sequence[Known | None], vocabulary: Vocabulary) -> None:
     """Give logits, in place, the values that the log-probability of a draw is computed from; None leaves a row's."""
     seen: _Seen | None = None

@@ -17,7 +17,7 @@ from nano_inference.core.step import Row, RowResult
 from nano_inference.executors.ahead import joined, sample_ahead
 from nano_inference.executors.batch import Rows, Scored, drawn, in_step_order, split_at_answers, wanted
 from nano_inference.executors.logprobs import floor_logprobs
-from nano_inference.executors.sampling import Known, adjust_known
+from nano_inference.executors.sampling import Known, adjust_known, is_adjusted
 from nano_inference.executors.vocabulary import Vocabulary
 from nano_inference.models.program import Program
 from nano_inference.types import TopLogprobs
@@ -166,8 +166,10 @@ def score_rows(
         row, size = rows[index], len(known.targets)
         indices += known.indices
         tokens += known.targets
-        is_drawn = row.score_params is not None and row.logprobs_mode != "raw"
-        drawn += [Known(row, known.first + place) if is_drawn else None for place in range(size)]
+        if is_adjusted(row):
+            drawn += [Known(row, known.first + place) for place in range(size)]
+        else:
+            drawn += [None] * size
         temperature = (row.score_params or row.params).temperature
         temperatures += [temperature if row.logprobs_mode != "raw" else 1.0] * size
         num_tops += [row.params.prompt_logprobs or 0] * size

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nano_inference.core.admission import score_starts, scoring_requests
+from nano_inference.core.sequence import stop_ids_of
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.exact.policy import Policy, StaleWeights, exact_executor
 from nano_inference.rl.exact.program import Texts, gradients
@@ -51,7 +52,7 @@ def train_logprobs(
         policy.check()  # an update that was staged is installed by the steps of scoring
     elif values.shape != mask_N.shape:
         raise BadRequest("values", f"must be [{len(mask_N)}], one for each token, got {list(values.shape)}")
-    asked = Texts(texts, first, sampled, [_stop_ids(policy.engine, one) for one in sampled])
+    asked = Texts(texts, first, sampled, [stop_ids_of(one, policy.engine.limits.eos_token_ids) for one in sampled])
     device = policy.leaves[0].device
     mask_N = mask_N.to(device)
     values = torch.where(mask_N, values.to(device, torch.float32), 0.0)
@@ -126,10 +127,6 @@ def _scored(
 ) -> Tensor:
     found = engine.score(texts, starts, temperature=temperature, params=params)
     return torch.tensor(list(chain.from_iterable(cast(list[list[float]], found))), dtype=torch.float32)
-
-
-def _stop_ids(engine: InferenceEngine, params: SamplingParams) -> frozenset[int]:
-    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else engine.limits.eos_token_ids)
 
 
 class _Recomputed(torch.autograd.Function):

@@ -104,12 +104,12 @@ class Policy:
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise BadRequest(
-            "parameters", "of DistributedDataParallel: its gradients would not be averaged; exact_values is"
+            "parameters", "a DistributedDataParallel module's gradients would not be averaged; use exact_values"
         )
     for name, part in module.named_modules():
         if isinstance(part, _DROPOUTS) and part.p > 0 and part.training:
             raise BadRequest(
-                "parameters", f"{name} drops values in training, the engine does not; call eval() or set p=0"
+                "parameters", f"{name} drops values in training, which the engine does not; call eval() or set p=0"
             )
     config = getattr(module, "config", None)  # of Transformers, whose attention_dropout is no module
     for name, value in ({} if config is None else vars(config)).items():

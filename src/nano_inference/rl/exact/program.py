@@ -20,10 +20,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nano_inference.core.step import Row
-from nano_inference.executors.sampling import WHOLE, Known, adjust_known
+from nano_inference.executors.sampling import WHOLE, Known, adjust_known, is_adjusted
 from nano_inference.executors.torch import ops as compute
 from nano_inference.executors.torch.attention.masks import create_attention_mask
-from nano_inference.executors.truncation import truncation_of
 from nano_inference.models import ops
 from nano_inference.models.program import Program, live_after
 from nano_inference.models.rope import RotaryTable
@@ -221,24 +220,16 @@ def _known_of(texts: Texts) -> list[Known]:
     return found
 
 
-def is_plain(row: Row) -> bool:
-    """Return whether the sampler changes a row's logits by the temperature alone."""
-    params = row.params
-    is_cut = row.logprobs_mode == "processed" and truncation_of(row).is_active
-    is_restricted = params.allowed_token_ids is not None or bool(params.min_tokens and row.stop_ids)
-    return row.logprobs_mode == "raw" or not (row.history or params.logit_bias or is_restricted or is_cut)
-
-
 def _adjusted(logits_CV: Tensor, known: Sequence[Known]) -> Tensor:
     """Return logits as the sampler adjusts them, differentiable.
 
     The sampler's functions run on a copy. Each changes a logit to factor * logit + constant, or excludes the token.
     """
-    if all(is_plain(one.row) for one in known):
+    if not any(is_adjusted(one.row) for one in known):
         return logits_CV
     exact_CV = logits_CV.detach()
     adjusted_CV = exact_CV.float().clone()
-    adjust_known(adjusted_CV, [None if is_plain(one.row) else one for one in known], WHOLE)
+    adjust_known(adjusted_CV, [one if is_adjusted(one.row) else None for one in known], WHOLE)
     factor_CV = torch.ones_like(logits_CV)
     for factor_V, logits_V, (row, position) in zip(factor_CV, exact_CV, known, strict=True):
         penalty = row.params.repetition_penalty
