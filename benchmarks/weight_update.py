@@ -98,7 +98,7 @@ def main() -> None:
     if given.threads is not None:
         torch.set_num_threads(given.threads)
     model = load_model(open_checkpoint(locate(given.model)), torch.device("cpu"), torch.float32, 1024)
-    named = {name: slot.clone() for name, slot in model.weight_values()}
+    named = {name: slot.clone() for name, slot in model.weights.values()}
     num_bytes = sum(tensor.nbytes for tensor in named.values())
     print(f"weights {num_bytes / 1e6:.0f} MB, {torch.get_num_threads()} threads")
     found = {}

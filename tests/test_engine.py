@@ -236,7 +236,7 @@ def test_cached_kv_of_a_failed_sample_leaves_others_unaffected(tmp_path: Path, k
     with InferenceEngine(config) as healthy:
         expected = healthy.generate([[1, 2, 3]], params)[0].completion_tokens
     with InferenceEngine(config) as engine:
-        torn = {name: weight.clone() for name, weight in engine.parts.executor.weight_values()}
+        torn = {name: weight.clone() for name, weight in engine.parts.executor.weights.values()}
         torn["model.embed_tokens.weight"][7] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)
         broken = engine.generate([[7] * 20], params)[0]

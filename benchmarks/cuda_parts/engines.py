@@ -87,7 +87,7 @@ def _roofline(
     num_keys = sum(size * length + size * (size + 1) // 2 for length, size in zip(lengths, sizes, strict=True))
     seconds = (max(sizes) * step_bytes(engine) + num_keys * per_token) / sink.ceilings["bytes"]
     if has_prompts:
-        num_values = sum(weight.numel() for name, weight in executor.weight_values() if name not in _tables(engine))
+        num_values = sum(weight.numel() for name, weight in executor.weights.values() if name not in _tables(engine))
         seconds += 2.0 * num_values * sum(lengths) / sink.ceilings["flops"]
     return sum(sizes) / seconds
 
@@ -101,8 +101,8 @@ def _tables(engine: InferenceEngine) -> set[str]:
 def step_bytes(engine: InferenceEngine) -> int:
     """Return the bytes of weights that a decode step reads: all, and of two vocabulary tables only the head."""
     executor, tables = executor_of(engine), _tables(engine)
-    sizes = [weight.nbytes for name, weight in executor.weight_values() if name in tables]
-    return executor.weight_bytes - (sum(sizes) - max(sizes))
+    sizes = [weight.nbytes for name, weight in executor.weights.values() if name in tables]
+    return executor.weights.num_bytes - (sum(sizes) - max(sizes))
 
 
 def one_request(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
@@ -143,7 +143,7 @@ def update(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None
     copied = _copy_seconds(bench, engine, named)
     sink.add(f"longest tick with an update, {name}", 1e3 * max(during), "ms", bar=1e3 * (window + copied))
     sink.add(f"ordinary tick, {name}", 1e3 * window, "ms")
-    rate = executor.weight_bytes / copied / 1e9
+    rate = executor.weights.num_bytes / copied / 1e9
     sink.add(f"copy of staged weights, {name}", 1e3 * copied, "ms", **{"GB/s": rate})
 
 
@@ -155,7 +155,7 @@ def _tick(engine: InferenceEngine) -> float:
 
 def _copy_seconds(bench: Bench, engine: InferenceEngine, named: Mapping[str, torch.Tensor]) -> float:
     """Return the seconds of one copy of all weights from pinned memory to the device."""
-    live = [weight for _, weight in executor_of(engine).weight_values()]
+    live = [weight for _, weight in executor_of(engine).weights.values()]
     staged = [weight.pin_memory() if bench.device.type == "cuda" else weight for weight in named.values()]
     bench.wait()
     started = time.perf_counter()

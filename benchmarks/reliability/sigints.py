@@ -42,7 +42,7 @@ def main() -> int:
         config = EngineConfig(folder, device="cpu", kv_cache_bytes=1 << 18, max_tokens_per_batch=16, block_size=4)
         with InferenceEngine(config) as fresh:
             expected = content(generate(fresh))
-            weights = {name: tensor.clone() for name, tensor in fresh.model.weight_values()}  # type: ignore[union-attr]
+            weights = {name: tensor.clone() for name, tensor in fresh.model.weights.values()}  # type: ignore[union-attr]
         with InferenceEngine(config) as engine:
             places: dict[str, tuple[object, str, int, Callable[[InferenceEngine], object]]] = {
                 "plan": (engine.cache, "take", 20, generate),

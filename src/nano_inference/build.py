@@ -241,7 +241,7 @@ def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
 
 def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, eager: bool = False) -> EngineParts:
     """Allocate an executor's cache; return the parts that depend only on both."""
-    executor.new_cache(
+    executor.cache.allocate(
         CacheSize(num_blocks=num_blocks, block_size=config.block_size, dtype=config.kv_cache_dtype, eager=eager)
     )
     return EngineParts(
@@ -259,7 +259,7 @@ def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int |
     """Return the parts of a second engine with a copy of the installed weights; see `InferenceEngine.copy`."""
     if parts.executor is None:
         raise BadRequest("", "this engine has no model that can be copied")
-    block_bytes = parts.executor.block_bytes(config.block_size, config.kv_cache_dtype)
+    block_bytes = parts.executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
     fewest = -(-parts.max_model_len // config.block_size)
     num_blocks = max(parts.kv.num_blocks // _COPY_SHARE, min(fewest, parts.kv.num_blocks))
     if kv_cache_bytes is not None:
@@ -357,11 +357,11 @@ def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -
     Raises `ValueError` if `kv_cache_bytes` exceeds the memory that is free after loading the weights.
     """
     check_cache_fits(config.kv_cache_bytes, executor.device)
-    block_bytes = executor.block_bytes(config.block_size, config.kv_cache_dtype)
+    block_bytes = executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
     num_bytes = config.kv_cache_bytes
     if num_bytes is None:
         step_bytes = executor.step_bytes(config.block_size)
-        num_bytes = max(0, executor.free_bytes(config.gpu_memory_utilization) - step_bytes)
+        num_bytes = max(0, executor.cache.free_bytes(config.gpu_memory_utilization) - step_bytes)
     num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
     if num_blocks < 1:
         raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")

@@ -354,7 +354,7 @@ def model_forward(
     counts = [-(-len(text) // block_size) for text in texts]
     if cache is None:
         owner: Any = model.copy()
-        owner.new_cache(CacheSize(num_blocks=sum(counts), block_size=block_size))
+        owner.cache.allocate(CacheSize(num_blocks=sum(counts), block_size=block_size))
         model, cache = owner, owner.store
     elif sum(counts) > cache.num_blocks:
         raise ValueError(f"cache: has {cache.num_blocks} blocks of {block_size} tokens, {sum(counts)} are needed")

@@ -33,7 +33,7 @@ def weight_bytes(path: Path, dtype: Dtype, kernels: str = "auto") -> int:
     config = EngineConfig(model_path=str(path), dtype=dtype, kernels=kernels, device="cpu", num_threads=1)  # type: ignore[arg-type]
     with InferenceEngine(config) as engine:
         assert engine.parts.executor is not None
-        return engine.parts.executor.weight_bytes
+        return engine.parts.executor.weights.num_bytes
 
 
 @pytest.fixture(scope="module")

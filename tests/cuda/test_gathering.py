@@ -32,7 +32,7 @@ class Source:
     """The engine's weights, all but the first after an event."""
 
     def __init__(self, engine: InferenceEngine) -> None:
-        self.named = [(name, value.clone()) for name, value in executor_of(engine).weight_values()]
+        self.named = [(name, value.clone()) for name, value in executor_of(engine).weights.values()]
         self.may_continue, self.is_closed = threading.Event(), threading.Event()
         self.num_taken = 0
 

@@ -119,7 +119,7 @@ def opened(config: ModelConfig, *, is_deterministic: bool) -> Iterator[CudaExecu
         with Transfers():
             executor = CudaExecutor(config, program, CUDA, torch.bfloat16, triton_kernels(), limits, eager)
             load_weights(executor, {spec.name: TensorSource(torch.empty(spec.shape)) for spec in program.weights})
-            executor.new_cache(CacheSize(num_blocks=1000, block_size=16))
+            executor.cache.allocate(CacheSize(num_blocks=1000, block_size=16))
         yield executor
 
 
@@ -224,7 +224,7 @@ def test_nothing_is_compiled_after_the_start(
 
     executor = CudaExecutor(config, program, torch.device("cpu"), torch.bfloat16, triton_kernels(), limits, stepper)
     load_weights(executor, {spec.name: TensorSource(torch.zeros(spec.shape)) for spec in program.weights})
-    executor.new_cache(CacheSize(num_blocks=300, block_size=16))
+    executor.cache.allocate(CacheSize(num_blocks=300, block_size=16))
     executor.warm_up(lambda done, total: None)
     warm = frozenset(found)
     for name, rows in REQUESTS.items():

@@ -47,8 +47,8 @@ def test_a_quantised_file_is_rounded_to_bfloat16_and_the_error_is_printed(
     (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert line.startswith("dequantised weights are rounded to bfloat16: relative error 0.00")
     assert line.endswith("(root mean square); dtype=float32 keeps them")
-    rounded = dict(executor.weight_values())
-    assert all(torch.equal(rounded[name], value.bfloat16()) for name, value in exact.weight_values())
+    rounded = dict(executor.weights.values())
+    assert all(torch.equal(rounded[name], value.bfloat16()) for name, value in exact.weights.values())
 
 
 def test_the_printed_error_is_that_of_the_weights(packed: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_largest_steps_fit_the_memory_that_is_reserved_for_them(tmp_path: Pa
     make_model("llama-ratio1-untied", tmp_path)
     executor = executor_of(tmp_path, config_of(tmp_path, max_tokens_per_batch=64))
     limits = executor.memory.limits
-    executor.new_cache(CacheSize(num_blocks=2 * limits.max_tokens, block_size=4))
+    executor.cache.allocate(CacheSize(num_blocks=2 * limits.max_tokens, block_size=4))
     for rows in largest_steps(limits, 4):
         results = executor.run(rows, (), ())
         assert set(results) == set(range(limits.max_rows)) and all(len(one.tokens) == 1 for one in results.values())

@@ -36,7 +36,7 @@ def test_random_programs_agree_with_torch(seed: int, is_deterministic: bool) -> 
     steps, num_blocks = random_steps(random.Random(seed + 1000), program.vocab_size, block_size)
     for executor in (ours, plain):
         load_weights(executor, {name: TensorSource(weight) for name, weight in weights.items()})
-        executor.new_cache(CacheSize(num_blocks=num_blocks, block_size=block_size))
+        executor.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size))
     ours.store.k_LSKD.fill_(torch.nan)  # what no row wrote is never read
     ours.store.v_LSKD.fill_(torch.nan)
     for rows, kept in steps:

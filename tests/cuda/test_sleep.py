@@ -38,16 +38,18 @@ def test_freed_memory_returns_to_the_driver(new: Callable[[], Executor], monkeyp
     with FakeTensorMode(allow_non_fake_inputs=True), Transfers():
         executor = new()
         load_weights(executor, {spec.name: TensorSource(torch.empty(spec.shape)) for spec in PROGRAM.weights})
-        executor.new_cache(CacheSize(num_blocks=4, block_size=16))
+        executor.cache.allocate(CacheSize(num_blocks=4, block_size=16))
 
         def note() -> None:
             device = (
-                next((value.device.type for _, value in executor.weight_values()), "") if executor.weight_bytes else ""
+                next((value.device.type for _, value in executor.weights.values()), "")
+                if executor.weights.num_bytes
+                else ""
             )
-            held.append((executor.cache_bytes, executor.weight_bytes, device))
+            held.append((executor.cache.num_bytes, executor.weights.num_bytes, device))
 
         monkeypatch.setattr(torch.cuda, "empty_cache", note)
-        size = executor.weight_bytes
+        size = executor.weights.num_bytes
         executor.free_cache()
         executor.weights.move(torch.device("cpu"))
         executor.weights.discard()

@@ -110,8 +110,8 @@ def test_an_update_keeps_addresses_and_changes_tokens(tiny: Path) -> None:
         prompts = [[5, 6, 7], [8, 9, 10, 11]]
         before = engine.generate(prompts, PARAMS[0])
         assert engine.parts.executor is not None and other.parts.executor is not None
-        at = {name: value.data_ptr() for name, value in engine.parts.executor.weight_values()}
-        new = {name: 1.3 * value for name, value in other.parts.executor.weight_values()}
+        at = {name: value.data_ptr() for name, value in engine.parts.executor.weights.values()}
+        new = {name: 1.3 * value for name, value in other.parts.executor.weights.values()}
         for _ in range(3):
             engine.update_weights(new, blocking=True)
         other.update_weights(new, blocking=True)
@@ -120,7 +120,7 @@ def test_an_update_keeps_addresses_and_changes_tokens(tiny: Path) -> None:
         assert [one.completion_tokens for one in after] == [one.completion_tokens for one in right]
         assert [one.logprobs for one in after] == [one.logprobs for one in right]
         assert [one.completion_tokens for one in after] != [one.completion_tokens for one in before]
-        assert {name: value.data_ptr() for name, value in engine.parts.executor.weight_values()} == at
+        assert {name: value.data_ptr() for name, value in engine.parts.executor.weights.values()} == at
     assert len(strictly.steppers) == 1
 
 
@@ -128,7 +128,7 @@ def test_sleep_frees_memory_and_waking_gives_the_same_tokens(tiny: Path) -> None
     with open_cuda(tiny, config_of(tiny)) as engine:
         before = engine.generate([[1, 2, 3]], list(PARAMS[:1]))
         engine.sleep()
-        assert engine.parts.executor is not None and engine.parts.executor.cache_bytes == 0
+        assert engine.parts.executor is not None and engine.parts.executor.cache.num_bytes == 0
         engine.wake()
         after = engine.generate([[1, 2, 3]], list(PARAMS[:1]))
         assert [one.logprobs for one in after] == [one.logprobs for one in before]

@@ -32,7 +32,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodeStep]:
     path = tmp_path_factory.mktemp("tables")
     write_model("qwen2-ratio7", path)
     executor = executor_of(path, config_of(path))
-    executor.new_cache(CacheSize(num_blocks=40, block_size=16))
+    executor.cache.allocate(CacheSize(num_blocks=40, block_size=16))
     yield executor.memory.decode_step(executor.store)
 
 

@@ -195,7 +195,7 @@ def test_several_tokens_a_step_change_no_bit_with_preemption(tiny_llama: Path, m
     wanted = [replace(one, params=replace(one.params, max_tokens=min(25, one.params.max_tokens))) for one in REQUESTS]
     with open_engine(tiny_llama, block_size=4) as engine:
         expected, _ = run_all(engine, wanted)
-        block_bytes = engine.parts.executor.block_bytes(4)
+        block_bytes = engine.parts.executor.cache.block_bytes(4)
     tight = {"block_size": 4, "kv_cache_bytes": 45 * block_bytes, "max_tokens_per_batch": 32}
     with open_engine(tiny_llama, **tight, **more) as engine:
         samples, stats = run_all(engine, wanted)
@@ -271,7 +271,7 @@ def test_updates_between_steps_that_look_ahead(tiny_llama: Path, lookahead: int,
     for one in (1, lookahead):
         with open_engine(tiny_llama, lookahead=one) as engine:
             assert engine.parts.executor is not None
-            weights = {name: value * 1.25 for name, value in engine.parts.executor.weight_values()}
+            weights = {name: value * 1.25 for name, value in engine.parts.executor.weights.values()}
             request = run_until(engine, 1 + 2 * lookahead)
             engine.update_weights(weights, blocking=True, on_running=on_running)
             found.append(finish(engine, request))
@@ -300,7 +300,7 @@ def test_aborted_samples_resume_with_the_same_tokens(tiny_llama: Path, lookahead
 def test_steps_are_short_while_an_update_is_gathered(tiny_llama: Path) -> None:
     with open_engine(tiny_llama, lookahead=16) as engine:
         assert engine.parts.executor is not None
-        weights = [(name, value.clone()) for name, value in engine.parts.executor.weight_values()]
+        weights = [(name, value.clone()) for name, value in engine.parts.executor.weights.values()]
         engine.add_request(REPEATING, PLAIN)
         engine.tick()
         assert engine.tick().stats.num_sampled == 16

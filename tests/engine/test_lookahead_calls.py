@@ -81,7 +81,7 @@ def update_call(on_running: OnRunning) -> Call:
 def update(engine: InferenceEngine, on_running: OnRunning) -> int:
     """Replace the weights by larger ones."""
     assert engine.parts.executor is not None
-    weights = {name: value * 1.25 for name, value in engine.parts.executor.weight_values()}
+    weights = {name: value * 1.25 for name, value in engine.parts.executor.weights.values()}
     return engine.update_weights(weights, blocking=True, on_running=on_running)
 
 

@@ -227,7 +227,7 @@ def test_sleep_keeps_requests_and_frees_the_cache(untied: Pair, open_engine: Ope
     for _ in range(2):
         engine.sleep()
         assert engine.is_asleep and not engine.has_pending() and engine.step() == []
-    assert engine.parts.executor.cache_bytes == 0
+    assert engine.parts.executor.cache.num_bytes == 0
     gc.collect()
     for _ in range(2):
         engine.wake()
@@ -241,7 +241,7 @@ def test_discarded_weights_must_be_replaced_before_steps_run(untied: Pair, open_
     engine = open_engine(untied)
     started(engine)
     engine.sleep(discard_weights=True)
-    assert engine.parts.executor.weight_bytes == 0
+    assert engine.parts.executor.weights.num_bytes == 0
     with pytest.raises(ValueError, match="the weights were discarded, so an update must contain all of them"):
         engine.update_weights({}, partial=True)
     with pytest.raises(ValueError, match="the weights were discarded"):

@@ -135,7 +135,7 @@ def test_a_failed_update_frees_all_tensors_without_a_collection(
 ) -> None:
     caplog.set_level("CRITICAL", "nano_inference.engine")  # a captured record refers to the error and its frames
     assert isinstance(engine.parts.executor, CpuExecutor | TorchExecutor)
-    wrong = {name: value.clone() for name, value in engine.parts.executor.weight_values()}
+    wrong = {name: value.clone() for name, value in engine.parts.executor.weights.values()}
     wrong["no.such.weight"] = torch.zeros(3)
     freed = [weakref.ref(value) for value in wrong.values()]
     gc.collect()

@@ -294,7 +294,7 @@ def test_draft_with_nonfinite_logits_changes_no_output(tiny_llama: Path, kernels
     parts = replace(assemble(replace(config, kv_cache_bytes=16 << 20)), make_drafter=lambda limit: drafter)
     with InferenceEngine(config, parts=parts) as engine:
         assert parts.executor is not None
-        torn = {name: weight.clone() for name, weight in parts.executor.weight_values()}
+        torn = {name: weight.clone() for name, weight in parts.executor.weights.values()}
         poison = next(token for token in range(VOCAB_SIZE) if token not in (1, 2, 3))
         torn["model.embed_tokens.weight"][poison] = float("nan")
         engine.update_weights(torn, allow_nonfinite=True, blocking=True)

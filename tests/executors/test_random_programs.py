@@ -52,7 +52,7 @@ def test_executors_agree_on_random_programs(seed: int, library: Library) -> None
     steps, num_blocks = random_steps(random.Random(seed + 1000), program.vocab_size, block_size)
     for executor in (ours, plain):
         load_weights(executor, {name: TensorSource(weight) for name, weight in weights.items()})
-        executor.new_cache(CacheSize(num_blocks=num_blocks, block_size=block_size))
+        executor.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size))
     for rows, kept in steps:
         with torch.inference_mode():
             right = plain.hidden(rows, kept)

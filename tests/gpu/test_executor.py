@@ -83,7 +83,7 @@ def test_deterministic_results_do_not_depend_on_the_batch(dtype: str) -> None:
 def test_a_hundred_updates_neither_record_again_nor_need_more_memory() -> None:
     with opened(Counting) as engine:
         assert isinstance(engine.parts.executor, CudaExecutor)
-        weights = {name: value.clone() for name, value in engine.parts.executor.weight_values()}
+        weights = {name: value.clone() for name, value in engine.parts.executor.weights.values()}
         engine.generate(prompts(), PARAMS * 3)
         before = Counting.num_captured, torch.cuda.memory_allocated()
         for _ in range(100):

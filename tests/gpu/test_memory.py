@@ -29,9 +29,9 @@ NEW = torch.tensor(0.001).bfloat16()
 @pytest.mark.parametrize("discard_weights", [False, True])
 def test_sleep_gives_memory_back_to_the_driver(discard_weights: bool) -> None:
     with opened() as engine:
-        weights = {name: value.cpu() for name, value in executor_of(engine).weight_values()}
+        weights = {name: value.cpu() for name, value in executor_of(engine).weights.values()}
         before = engine.generate(prompts(), PARAMS * 3)
-        cache = executor_of(engine).cache_bytes
+        cache = executor_of(engine).cache.num_bytes
         assert cache
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
@@ -96,7 +96,7 @@ def test_an_update_of_a_7b_model_needs_no_memory_at_utilisation_09() -> None:
         engine.flush_cache()
         quiet = peak_of(lambda: engine.generate(asked, params))
         engine.flush_cache()
-        addresses = {name: value.data_ptr() for name, value in executor_of(engine).weight_values()}
+        addresses = {name: value.data_ptr() for name, value in executor_of(engine).weights.values()}
 
         def update() -> None:
             engine.update_weights(constants(engine))
@@ -104,7 +104,7 @@ def test_an_update_of_a_7b_model_needs_no_memory_at_utilisation_09() -> None:
             assert engine.finish_update() == 1
 
         assert peak_of(update) <= quiet
-        assert {name: value.data_ptr() for name, value in executor_of(engine).weight_values()} == addresses
+        assert {name: value.data_ptr() for name, value in executor_of(engine).weights.values()} == addresses
         assert all(
-            torch.equal(value[0], NEW.cuda().expand_as(value[0])) for _, value in executor_of(engine).weight_values()
+            torch.equal(value[0], NEW.cuda().expand_as(value[0])) for _, value in executor_of(engine).weights.values()
         )

@@ -80,7 +80,7 @@ def test_bfloat16_checkpoint_is_stored_unchanged(family: str, tmp_path: Path) ->
     model = make_model(family, tmp_path / "wide")
     with engine(tmp_path / "wide") as wide:
         assert set(formats(wide)) == {"float32"}
-        wide_bytes, wide_weights = matrix_bytes(wide), packed_model(wide).weight_bytes
+        wide_bytes, wide_weights = matrix_bytes(wide), packed_model(wide).weights.num_bytes
     save_as(torch.bfloat16, model, tmp_path / "short")
     save_as(torch.float32, rounded(model), tmp_path / "fits")
     found = []
@@ -88,7 +88,7 @@ def test_bfloat16_checkpoint_is_stored_unchanged(family: str, tmp_path: Path) ->
         with engine(tmp_path / name) as ours:
             assert set(formats(ours)) == {"bfloat16"}, name
             assert 2 * matrix_bytes(ours) == wide_bytes
-            assert packed_model(ours).weight_bytes < 0.55 * wide_weights
+            assert packed_model(ours).weights.num_bytes < 0.55 * wide_weights
             found.append(ours.score(IDS))
     assert found[0] == found[1], "what fits is kept as that, wherever it came from"
     assert gap(model, IDS, found[0]) <= TOLERANCE
@@ -118,7 +118,7 @@ def test_int8_is_close_and_takes_a_quarter_of_the_memory(family: str, tmp_path: 
     model = make_model(family, tmp_path)
     with engine(tmp_path, dtype="int8") as ours, engine(tmp_path) as wide:
         assert set(formats(ours)) == {"int8"}
-        assert packed_model(ours).weight_bytes < 0.45 * packed_model(wide).weight_bytes
+        assert packed_model(ours).weights.num_bytes < 0.45 * packed_model(wide).weights.num_bytes
         scores = ours.score(IDS)
     assert TOLERANCE < gap(model, IDS, scores) < 0.5
 

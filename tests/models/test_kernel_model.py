@@ -93,7 +93,7 @@ def size_of(step: Rows) -> int:
 
 
 def computed(model: CpuExecutor | TorchExecutor, inputs: list[Rows]) -> list[StepOutputs]:
-    model.new_cache(CACHE)
+    model.cache.allocate(CACHE)
     found = []
     with torch.inference_mode():
         for step in inputs:
@@ -125,7 +125,7 @@ def test_kept_rows_have_the_same_bits_as_among_all_rows(checkpoint: Checkpoint, 
     inputs = steps(checkpoint.config.vocab_size)
     whole = computed(load_kernel_model(checkpoint, library, "own", MAX_LEN), inputs)
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)  # a second one, with small buffers
-    model.new_cache(CACHE)
+    model.cache.allocate(CACHE)
     single = (inputs[0][0]._replace(tokens=(5,), prev_token=-1, start=0, blocks=(0,)),)
     alone_KV = model.step_logits(single, [0]).clone()
     for step, right in zip(inputs, whole, strict=True):
@@ -157,7 +157,7 @@ def test_weights_can_be_discarded_and_replaced(library: Library, tmp_path: Path)
     model = load_kernel_model(checkpoint, library, "own", MAX_LEN)
     weights, first = model.model, computed(model, inputs)
     model.weights.discard()
-    assert model.weight_bytes == 0
+    assert model.weights.num_bytes == 0
     with pytest.raises(AssertionError):
         computed(model, inputs)
     model.weights.commit(weights)

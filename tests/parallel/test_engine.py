@@ -204,7 +204,7 @@ def test_a_copy_is_divided_too(tiny: Path) -> None:
     with open_ranks(config_of(tiny, tensor_parallel=2)) as engine:
         right = engine.generate([[1, 2, 3]], params)
         with engine.copy() as copy:
-            values = {name: value * 1.5 for name, value in engine.parts.executor.weight_values()}  # type: ignore[union-attr]
+            values = {name: value * 1.5 for name, value in engine.parts.executor.weights.values()}  # type: ignore[union-attr]
             copy.update_weights(values, blocking=True)
             assert copy.generate([[1, 2, 3]], params)[0].completion_tokens != right[0].completion_tokens
         assert_same(engine.generate([[1, 2, 3]], params), right)

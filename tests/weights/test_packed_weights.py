@@ -50,7 +50,7 @@ def model_of(engine: InferenceEngine) -> CpuExecutor:
 
 
 def values(engine: InferenceEngine) -> Named:
-    return {name: tensor.clone() for name, tensor in engine.parts.executor.weight_values()}
+    return {name: tensor.clone() for name, tensor in engine.parts.executor.weights.values()}
 
 
 def scores(engine: InferenceEngine) -> list[float]:
@@ -84,7 +84,7 @@ def test_updated_engine_equals_engine_opened_with_new_weights(
         assert scores(engine) == scores(fresh) != before
         same(values(engine), values(fresh))
         assert engine.weights_checksum() == fresh.weights_checksum()
-        assert model_of(engine).weight_bytes == model_of(fresh).weight_bytes
+        assert model_of(engine).weights.num_bytes == model_of(fresh).weights.num_bytes
         engine.update_weights(named(pair.old), blocking=blocking)
         engine.finish_update()
         assert scores(engine) == before
@@ -94,16 +94,16 @@ def test_updated_engine_equals_engine_opened_with_new_weights(
 def test_bfloat16_source_is_stored_exactly(pair: Pair, open_engine: OpenEngine, is_short: bool) -> None:
     """An engine with dtype "auto" then stores them in half the bytes."""
     engine = open_engine(pair, dtype="bfloat16" if is_short else "auto")
-    before = model_of(engine).weight_bytes
+    before = model_of(engine).weights.num_bytes
     sent = named(pair.new, torch.bfloat16)
     engine.update_weights(sent, blocking=True)
     wide = {name: weight.float() for name, weight in sent.items()}
     same(values(engine), sent if is_short else wide)
     assert engine.weights_checksum() == weights_checksum(sent.items() if is_short else wide.items())
-    after = model_of(engine).weight_bytes
+    after = model_of(engine).weights.num_bytes
     assert after == before if is_short else after < 0.55 * before
     engine.update_weights(wide, blocking=True)  # over spare float32 memory
-    assert model_of(engine).weight_bytes == after
+    assert model_of(engine).weights.num_bytes == after
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -231,7 +231,7 @@ def test_update_after_discard_restores_the_engine(
     engine = open_engine(pair, dtype=dtype)
     right = scores(open_engine(renewed[pair.directory], dtype=dtype))
     engine.sleep(discard_weights=True)
-    assert model_of(engine).weight_bytes == 0 and not engine.has_weights
+    assert model_of(engine).weights.num_bytes == 0 and not engine.has_weights
     for ask in (engine.weights_checksum, lambda: engine.update_weights({Q: pair.named()[Q]}, partial=True)):
         with pytest.raises(WeightError, match="discarded"):
             ask()

@@ -181,25 +181,3 @@ class Executor(Protocol):
 
     def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
         """Return float32 logits [T, V] of every token of a step, using a cache that the caller owns. Slow."""
-
-    # ---- short forms for callers outside of the executors ----
-
-    def new_cache(self, size: CacheSize) -> None:
-        self.cache.allocate(size)
-
-    def block_bytes(self, block_size: int, dtype: KvDtype = "auto") -> int:
-        return self.cache.block_bytes(block_size, dtype)
-
-    def free_bytes(self, share: float) -> int:
-        return self.cache.free_bytes(share)
-
-    @property
-    def cache_bytes(self) -> int:
-        return self.cache.num_bytes
-
-    def weight_values(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        return self.weights.values(names)
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.weights.num_bytes

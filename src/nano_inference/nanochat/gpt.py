@@ -71,7 +71,7 @@ class GPT:
         self.terms = terms_of(model.config)
         self.config = GPTConfig(**{"window_pattern": "L", **model_config_of(config)})
         own = program(replace(model.config, terms=replace(self.terms, has_hf_names=False)))
-        tensors, pairs = dict(model.weight_values()), zip(own.weights, model.program.weights, strict=True)
+        tensors, pairs = dict(model.weights.values()), zip(own.weights, model.program.weights, strict=True)
         # nanochat's names, whatever those of the checkpoint -> tensors in the model's memory
         self.weights: Mapping[str, Tensor] = MappingProxyType({one.name: tensors[spec.name] for one, spec in pairs})
         without_store = [op for op in model.program.body if not isinstance(op, Store)]
@@ -171,7 +171,7 @@ class GPT:
         if executor.code == self.model.code:
             self.model.lend_to(executor)
         else:
-            load_weights(executor, {name: TensorSource(value) for name, value in self.model.weight_values()})
+            load_weights(executor, {name: TensorSource(value) for name, value in self.model.weights.values()})
 
     def eval(self) -> Self:
         """Return self: the model is always in evaluation mode."""

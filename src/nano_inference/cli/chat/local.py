@@ -61,7 +61,7 @@ class LocalBackend:
         assert checkpoint is not None and executor is not None, "assemble opens a checkpoint and loads it"
         known = find_wheel(self.name) or find_builtin(self.name)
         code = "torch" if executor.code == "torch" else f"kernels in C for {executor.code}"
-        size = decimal(executor.weight_bytes)
+        size = decimal(executor.weights.num_bytes)
         return {
             "model": f"{self.name if known is None else known.name} ({checkpoint.config.architecture})",
             "parameters": f"{checkpoint.num_parameters:,}",
