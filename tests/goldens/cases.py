@@ -308,10 +308,7 @@ def _sglang() -> list[Case]:
         "error: unsupported": {"sampling_params": greedy, "image_data": ["x"]},
     }
     asked = ("/get_model_info", "/get_server_info", "/get_weight_version", "/v1/loads", "/get_load", "/health_generate")
-    return [
-        *_posts("random", "/generate", {"text": "hello"}, bodies),
-        *(Case(path, "random", path) for path in asked),
-    ]
+    return [*_posts("random", "/generate", {"text": "hello"}, bodies), *(Case(path, "random", path) for path in asked)]
 
 
 def _tokens_in() -> list[Case]:

@@ -52,10 +52,7 @@ def model_config(directory: Path, **changes: Any) -> Any:
 
 
 def run(
-    directory: Path,
-    work: Callable[[RolloutServer], Awaitable[None]],
-    mode: RolloutMode = "hybrid",
-    **changes: Any,
+    directory: Path, work: Callable[[RolloutServer], Awaitable[None]], mode: RolloutMode = "hybrid", **changes: Any
 ) -> None:
     """Run a coroutine with a launched server."""
 

@@ -20,12 +20,7 @@ LONG = SamplingParams(max_tokens=600, ignore_eos=True)
 
 def config_of(pair: Pair) -> EngineConfig:
     return EngineConfig(
-        model_path=str(pair.directory),
-        device="cpu",
-        num_threads=1,
-        block_size=4,
-        kv_cache_bytes=16 << 20,
-        seed=SEED,
+        model_path=str(pair.directory), device="cpu", num_threads=1, block_size=4, kv_cache_bytes=16 << 20, seed=SEED
     )
 
 

@@ -357,11 +357,7 @@ def file_seed(
     """Return a directory as a seed."""
     data = files[target]
     return Seed(
-        name=name,
-        files=files,
-        target=target,
-        mutate=lambda random: mutate(random, data),
-        tokenizer_only=tokenizer_only,
+        name=name, files=files, target=target, mutate=lambda random: mutate(random, data), tokenizer_only=tokenizer_only
     )
 
 

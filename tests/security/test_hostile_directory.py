@@ -81,11 +81,7 @@ def console_script() -> str:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("generate", "12+30=", "--model", "calculator", "--max-tokens", "2", "--quiet"),
-        ("models", "list"),
-    ],
+    "words", [("generate", "12+30=", "--model", "calculator", "--max-tokens", "2", "--quiet"), ("models", "list")]
 )
 def test_commands_run_nothing_of_the_current_directory(hostile: Path, words: Sequence[str]) -> None:
     done = command_line(console_script(), *words)

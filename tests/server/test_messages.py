@@ -10,12 +10,7 @@ import pytest
 
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.messages import (
-    ANTHROPIC_NAMES,
-    arguments_of,
-    ask_messages,
-    chat_fields,
-)
+from nano_inference.server.dialects.messages import ANTHROPIC_NAMES, arguments_of, ask_messages, chat_fields
 from nano_inference.server.dialects.messages_body import MessagesBody
 from nano_inference.server.errors import ApiError, renamed
 from nano_inference.server.model import ServedModel

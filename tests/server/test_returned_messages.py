@@ -49,10 +49,7 @@ def appended(path: str, reply: JSON) -> list[JSON]:
     """Return what a client sends of a reply in its next request, with results of its calls."""
     if path == RESPONSES:
         calls = [one["call_id"] for one in reply["output"] if one["type"] == "function_call"]
-        return [
-            *reply["output"],
-            *({"type": "function_call_output", "call_id": one, "output": "ok"} for one in calls),
-        ]
+        return [*reply["output"], *({"type": "function_call_output", "call_id": one, "output": "ok"} for one in calls)]
     if path == MESSAGES:
         uses = [one["id"] for one in reply["content"] if one["type"] == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": one} for one in uses]

@@ -169,8 +169,7 @@ def assert_old_weights_serve(server: Running, before: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"),
-    [*((kind, "prime-rl") for kind in CORRUPTIONS), ("truncated", "sglang"), ("no header", "sglang")],
+    ("kind", "form"), [*((kind, "prime-rl") for kind in CORRUPTIONS), ("truncated", "sglang"), ("no header", "sglang")]
 )
 def test_invalid_weights_leave_the_old_ones_in_use(
     kind: str, form: str, steady: Running, shelf: Path, request: pytest.FixtureRequest

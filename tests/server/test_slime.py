@@ -129,10 +129,7 @@ def test_hints_are_logged_once_and_refused_if_strict(tiny_directory: Path, caplo
     def ask(server: Running) -> Any:
         return server.post("/generate", {"text": "a", "priority": 3, "sampling_params": {"stream_interval": 2}})
 
-    with (
-        caplog.at_level(logging.WARNING, logger="nano_inference.server"),
-        running(tiny_directory) as plain,
-    ):
+    with caplog.at_level(logging.WARNING, logger="nano_inference.server"), running(tiny_directory) as plain:
         assert [ask(plain).status_code for _ in range(2)] == [200, 200]
     logged = [record.getMessage() for record in caplog.records]
     assert logged == ["fields without effect are ignored: 'priority', 'sampling_params.stream_interval'"]

@@ -12,13 +12,7 @@ from openai.types.chat.chat_completion_chunk import ChoiceDelta
 from nano_inference.server.body import parse
 from nano_inference.server.errors import ApiError
 from nano_inference.server.schema import MAX_TOOLS, ToolFields
-from nano_inference.server.tools import (
-    MAX_TOOLS_BYTES,
-    ToolUse,
-    call_deltas,
-    is_reported,
-    requested_tools,
-)
+from nano_inference.server.tools import MAX_TOOLS_BYTES, ToolUse, call_deltas, is_reported, requested_tools
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
