@@ -93,9 +93,6 @@ def test_api_key_of_the_client_is_checked(tiny_directory: Path) -> None:
         assert client_of(server, api_key="the-right-one-of-16").messages.create(**REQUEST).content
 
 
-# ---- function calls
-
-
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8}, "day": {"type": "integer", "minimum": 1, "maximum": 7}},
@@ -164,6 +161,3 @@ def test_default_model_calls_a_function(default_server: Served) -> None:
     (block,) = message.content
     check_use(block)
     assert block.name == "weather" and message.stop_reason == "tool_use"
-
-
-# ---- prepared events, without a model

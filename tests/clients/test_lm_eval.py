@@ -155,6 +155,3 @@ def test_printed_command_gives_the_results_of_transformers(expected: Evaluated, 
         pairs = zip(scores(printed.answers[task]), scores(expected.answers[task]), strict=True)
         assert all(abs(got - reference) / abs(reference) < TOLERANCE for got, reference in pairs)
     assert printed.answers["tiny_generate"] == expected.answers["tiny_generate"]
-
-
-# ---- remote tokenizer ---------------------------------------------------------------------------------------------

@@ -65,9 +65,6 @@ class Place:
     """Return a fixture: `tiny_server`, `default_server`, or `forker`, whose forks are servers and chats."""
 
 
-# ---- reading
-
-
 def commands_of(block: Block) -> list[Command]:
     """Return a block's commands. In a session (`console`) they follow a dollar sign, with their output behind them."""
     if block.language != "console":
@@ -120,9 +117,6 @@ def differs(shown: str, seen: str) -> str | None:
     if re.fullmatch(pattern, seen.rstrip() + "\n" if seen.strip() else ""):
         return None
     return f"the page shows\n{shown}\nbut this came\n{seen}"
-
-
-# ---- executing: each returns the output, both streams as a terminal shows them
 
 
 def run_main(command: Command, place: Place) -> str:

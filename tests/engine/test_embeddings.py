@@ -73,9 +73,6 @@ def run_out(ours: InferenceEngine) -> dict[int, TrainingSample]:
     return found
 
 
-# ---- every family ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
     directory = tmp_path_factory.mktemp("tiny")
@@ -103,9 +100,6 @@ def test_ragged_texts_of_every_family(witness: Witness, hidden_states: list[Tens
                 assert gap_to(hidden_TE, pooling, found) <= TOLERANCE, (pooling, len(hidden_TE))
 
 
-# ---- nanochat -------------------------------------------------------------------------------------------------------
-
-
 def test_nanochat_g0_equals_transformers(tmp_path: Path) -> None:
     weights = state_dict("G0", model_config("G0"), pad=1)
     write_checkpoint(tmp_path, "G0", config=model_config("G0"), state=weights, meta=base_meta("G0"))
@@ -120,9 +114,6 @@ def test_nanochat_g0_equals_transformers(tmp_path: Path) -> None:
         for pooling in POOLINGS:
             ids = text(1, 150, VOCAB)
             assert gap(model, ids, pooling, ours.embed(ids, pooling)) <= TOLERANCE
-
-
-# ---- on the way through the engine ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -264,9 +255,6 @@ def test_runner_without_hidden_states_raises() -> None:
         sample = ours.generate([[1, 2, 3]], asking(pooling))[0]
         assert (sample.finish_reason, sample.stop_reason) == ("abort", "the runner reports no hidden states")
     assert len(ours.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].completion_tokens) == 2
-
-
-# ---- what is asked and what comes back ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -241,9 +241,6 @@ def test_torch_samples_the_same_tokens(tiny_llama: Path, more: dict[str, Any]) -
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-# ---- between two steps
-
-
 PLAIN = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, logprobs=1)
 
 

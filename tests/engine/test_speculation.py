@@ -87,9 +87,6 @@ def fake(
     return InferenceEngine(fake_config(speculation="ngram", **options), parts=parts)
 
 
-# ---- what it saves
-
-
 def test_a_text_that_repeats_takes_fewer_steps_than_tokens(tiny_llama: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     with open_engine(tiny_llama, speculation="ngram") as engine:
@@ -128,9 +125,6 @@ def test_ended_samples_are_closed_in_the_drafter() -> None:
     assert not drafter.open_samples
 
 
-# ---- which samples get drafts
-
-
 @pytest.mark.parametrize(
     "options",
     [{"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 30}],
@@ -141,9 +135,6 @@ def test_requests_that_need_every_token_get_no_drafts(options: dict[str, Any]) -
     assert drafted(run_one(fake(), REPEATING, params)[1]) == (0, 0)
     plain = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
     assert drafted(run_one(fake(), REPEATING, plain)[1])[1] > 0
-
-
-# ---- where it ends
 
 
 @pytest.mark.slow
@@ -221,9 +212,6 @@ def test_drafts_do_not_change_what_is_published() -> None:
         engine.generate([REPEATING], SamplingParams(max_tokens=70, seed=1, ignore_eos=True))
         counts.append(kv.num_published)
     assert counts[0] == counts[1] < 10
-
-
-# ---- interruptions
 
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute"])

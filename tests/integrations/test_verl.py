@@ -96,9 +96,6 @@ def changed_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach() + torch.randn_like(value) * 0.05 for name, value in model.named_parameters()}
 
 
-# ---- generate -------------------------------------------------------------------------------------------------------
-
-
 def test_generate_returns_what_the_engine_samples(directory: Path) -> None:
     with engine_of(directory) as engine:
         (wanted,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
@@ -172,9 +169,6 @@ def test_prompt_logprobs_are_in_the_rows_of_distillation(directory: Path, count:
             assert all(row == sorted(row, reverse=True) for row in logprobs)
 
     run(directory, work)
-
-
-# ---- stop, memory ---------------------------------------------------------------------------------------------------
 
 
 async def num_running(server: RolloutServer) -> float:
@@ -259,9 +253,6 @@ def test_without_free_cache_engine_nothing_sleeps(directory: Path) -> None:
     run(directory, work, free_cache_engine=False)
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
 async def later(pairs: Any) -> AsyncIterator[Any]:
     for pair in pairs:
         await asyncio.sleep(0)
@@ -330,9 +321,6 @@ def test_weights_of_other_forms_are_refused(directory: Path) -> None:
         asyncio.run(rollout.update_weights(iter([]), wire_format="delta_flush"))
     with pytest.raises(ValueError, match=r"model.lora.merge"):
         asyncio.run(rollout.update_weights(iter([]), peft_config={"r": 8}))
-
-
-# ---- configuration --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

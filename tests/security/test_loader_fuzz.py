@@ -92,9 +92,6 @@ def refusal(path: Path, read: Callable[[Path], Any] = open_checkpoint) -> str:
     return text
 
 
-# ---- GGUF -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gguf_path(tmp_path: Path) -> Path:
     return tmp_path / "x.gguf"
@@ -164,9 +161,6 @@ def test_tokenizer_metadata_of_a_wrong_kind(changes: Mapping[str, Key], message:
     assert message in refusal(gguf_path, lambda path: load_tokenizer(open_checkpoint(path).tokenizer))
 
 
-# ---- safetensors ----------------------------------------------------------------------------------------------------
-
-
 def test_more_than_a_hundred_thousand_tensors_are_refused(tmp_path: Path) -> None:
     assert safetensors_file.MAX_TENSORS == 100_000
     header = b"{" + b",".join(b'"%d":0' % i for i in range(100_001)) + b"}"
@@ -195,9 +189,6 @@ def test_links_are_followed_because_hub_caches_are_made_of_them(tmp_path: Path) 
         open_checkpoint(model)
 
 
-# ---- configurations that promise more than the files hold ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -220,9 +211,6 @@ def test_a_little_too_much_is_refused_by_the_weights_name(tmp_path: Path) -> Non
     path.write_text(json.dumps({**configs()[0], "intermediate_size": 63}))
     with pytest.raises(ModelError, match=r"mlp\.\w+_proj\.weight: the checkpoint has the shape"):
         load_model(open_checkpoint(tmp_path), torch.device("cpu"), torch.float32, 64)
-
-
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def tokenizer(directory: Path, files: Mapping[str, bytes]) -> Any:

@@ -127,9 +127,6 @@ def test_a_nanochat_with_code_beside_it_is_read_as_data(tmp_path: Path) -> None:
     assert not marker.exists() and "gpt" not in sys.modules
 
 
-# ---- tokenizers that cost much --------------------------------------------------------------------------------------
-
-
 def with_tokenizer(directory: Path, change: Callable[[dict[str, Any]], None]) -> TokenizerSource:
     """A tokenizer's directory whose tokenizer.json is changed."""
     whole = tokenizer_json()

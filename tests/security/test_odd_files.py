@@ -126,9 +126,6 @@ def test_weights_of_an_update_that_are_no_file_are_refused(tmp_path: Path, kind:
         list(weights_in(directory, marker=None))
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["default", DEFAULT_MODEL, "SmolLM2-135M-Instruct", "calculator", "Calculator"])
 def test_a_folder_does_not_take_the_place_of_a_known_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, default_model_path: Path
@@ -163,8 +160,6 @@ def test_existing_name_with_separator_is_path(tmp_path: Path, monkeypatch: pytes
     write(tmp_path / "org" / "name", HF)
     assert resolve("org/name", tmp_path) == Path("org/name")
 
-
-# ---- paths ----------------------------------------------------------------------------------------------------------
 
 LONG, NUL, HOME = "x/" * 2500, "a\0b", "~unknown-user-name/x"
 BAD = {LONG: "4095", "/tmp/" + "y" * 300: "255", NUL: "zero byte", HOME: "home directory"}

@@ -72,9 +72,6 @@ def test_invalid_prefix_is_refused(server: Running, fields: dict[str, Any], mess
     assert reply.status_code == 400 and message in reply.json()["error"]["message"]
 
 
-# ---- the calculator
-
-
 @pytest.fixture(scope="module")
 def calculator() -> Iterator[Running]:
     builtin = find_builtin("calculator")
@@ -112,9 +109,6 @@ def test_prefix_with_wrong_forced_tokens_is_refused(calculator: Running) -> None
     ids[whole["mask"].index(0) + 1] = ids[1]
     reply = calculator.post(PATH, {**SUM, "answer_token_ids": ids})
     assert reply.status_code == 400 and "where the calculator forces its result" in reply.json()["error"]["message"]
-
-
-# ---- /info
 
 
 def test_info_fields(server: Running, calculator: Running) -> None:

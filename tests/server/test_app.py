@@ -65,8 +65,6 @@ def ids_of(reply: JSON, index: int = 0) -> list[int]:
     return list(reply["choices"][index]["token_ids"])
 
 
-# ---- sampling fields: results equal the engine's
-
 SAMPLING: list[JSON] = [
     {"temperature": 0.0},
     {"temperature": 1.7, "seed": 3},
@@ -120,9 +118,6 @@ def test_request_that_forbids_every_token_is_answered_with_400(server: Running, 
     assert (events[-2]["error"]["type"], events[-1]) == ("invalid_request_error", "[DONE]")
 
 
-# ---- several samples, several prompts
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_are_numbered_prompt_by_prompt(server: Running, engine: InferenceEngine, stream: bool) -> None:
     prompts = ["one", "twothree", "four"]
@@ -154,9 +149,6 @@ def test_choices_are_numbered_prompt_by_prompt(server: Running, engine: Inferenc
     assert len({tuple(tokens[index]) for index in range(3)}) == 3, "samples differ"
 
 
-# ---- content of a reply
-
-
 def test_request_ids(server: Running) -> None:
     assert complete(server, request_id="abc")["id"] == "cmpl-abc"
     assert chat(server, request_id="abc")["id"] == "chatcmpl-abc"
@@ -180,9 +172,6 @@ def test_cached_prefixes_are_shared_only_within_a_salt(server: Running) -> None:
     assert cached(cache_salt="a") == 0
     assert cached(cache_salt="a") > 150
     assert cached(cache_salt="b") == 0
-
-
-# ---- log-probabilities
 
 
 def test_echoed_prompt_has_logprobs(server: Running, tiny_directory: Path) -> None:
@@ -246,9 +235,6 @@ def test_greedy_tokens_and_logprobs_equal_transformers(server: Running, tiny_dir
     entries = answer["choices"][0]["logprobs"]["content"]
     assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
     assert [entry["top_logprobs"][0]["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
-
-
-# ---- streams
 
 
 def text_of(events: Sequence[Any]) -> dict[int, str]:
@@ -342,8 +328,6 @@ def test_streams_equal_complete_replies(server: Running) -> None:
                 skip = body.get("skip_special_tokens", True)
                 assert texts[one["index"]] == tokenizer.decode(one["token_ids"], skip_special=skip)
 
-
-# ---- errors
 
 ERRORS: list[tuple[str, Any, int, str | None, str | None, str]] = [
     (COMPLETE, {}, 400, "prompt", None, "prompt: field required"),
@@ -512,8 +496,6 @@ def test_metrics_of_a_request_are_in_its_reply(tiny_directory: Path, server: Run
         assert "metrics" not in measured.post(CHAT, {**body, "n": 2}).json()
 
 
-# ---- routes without generation
-
 GETS = (
     "/v1/models",
     "/v1/models/",
@@ -550,9 +532,6 @@ def test_models(tiny_directory: Path) -> None:
         assert complete(server, model="other")["model"] == "other"
         assert complete(server)["model"] == "org/tiny"
         assert server.post(COMPLETE, {"prompt": "a", "model": "tiny"}).status_code == 404
-
-
-# ---- queue limits and deadlines
 
 
 class BlockedEngine:

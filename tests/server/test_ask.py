@@ -55,9 +55,6 @@ def templated(model: ServedModel, source: str) -> ServedModel:
     return replace(model, dialogue=TemplateDialogue(template, model.tokenizer))
 
 
-# ---- defaults
-
-
 def test_completion_defaults(model: ServedModel) -> None:
     call = completion(model)
     (request,) = call.requests
@@ -76,9 +73,6 @@ def test_completion_defaults(model: ServedModel) -> None:
     assert (request.salt, request.make_matcher, request.params.seed) == ("salt", None, None)
     assert call.num_tokens == 2 + 16
     assert (call.stream, call.include_usage, call.continuous_usage) == (False, False, False)
-
-
-# ---- prompts
 
 
 def test_tokenizer_prefix_tokens(model: ServedModel, tokenizer: Tokenizer) -> None:
@@ -115,9 +109,6 @@ def test_truncate_prompt_tokens_keeps_last_tokens(model: ServedModel) -> None:
     messages = [{"role": "user", "content": "x" * 2000}]
     assert len(chat(model, messages=messages, truncate_prompt_tokens=-1).requests[0].prompt) == 511
     assert len(chat(model, messages=messages, truncate_prompt_tokens=20).requests[0].prompt) == 20
-
-
-# ---- messages
 
 
 def test_special_tokens_in_messages_stay_text(model: ServedModel) -> None:
@@ -163,8 +154,6 @@ def test_generation_prompt_options(model: ServedModel) -> None:
     assert prompt(messages=open_end, continue_final_message=True) == expected
     assert prompt(messages=open_end, continue_final_message=True, add_generation_prompt=False) == expected
 
-
-# ---- refusals
 
 BIG = [{"role": "user", "content": "x" * 600}]
 COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [

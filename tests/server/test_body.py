@@ -238,8 +238,6 @@ def test_error_size_is_bounded(data: bytes) -> None:
     refusal(data)
 
 
-# ---- mutated bodies, against a running server
-
 MAX_LEN = 48
 TEXT: JSON = {"prompt": "hello", "max_tokens": 2}
 TALK: JSON = {"messages": HELLO, "max_tokens": 2}

@@ -64,9 +64,6 @@ def test_hints_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert lines == [f"fields without effect are ignored: {names}"]
 
 
-# ---- usage ----------------------------------------------------------------------------------------------------------
-
-
 def counts(usage: JSON) -> tuple[int, int, int]:
     """Return (neither read from the cache nor new in it, new in it, read from it)."""
     return usage["input_tokens"], usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]

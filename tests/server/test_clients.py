@@ -174,9 +174,6 @@ def test_undispatched_request_is_aborted(patient: Path) -> None:
         assert {one["finish_reason"] for one in choices} == {"abort"}
 
 
-# ---- addresses ------------------------------------------------------------------------------------------------------
-
-
 def named(peer: str | None, *headers: str, trusted: tuple[str, ...] = ()) -> str:
     scope: dict[str, Any] = {
         "client": None if peer is None else (peer, 5),

@@ -57,9 +57,6 @@ def sample(vector: tuple[float, ...] | None, size: int = 3, **changes: Any) -> T
     return TrainingSample(**(base | changes))
 
 
-# ---- requests to the engine
-
-
 @pytest.mark.parametrize(
     ("given", "prompts"),
     [
@@ -151,9 +148,6 @@ def test_text_longer_than_the_context_is_refused(
     assert error.extra == {"n_prompt_tokens": count, "n_ctx": 512}
 
 
-# ---- the reply
-
-
 VECTOR = float32([0.5, -1.5, 2.25, 0.1])
 
 
@@ -183,12 +177,6 @@ def test_failed_sample_raises(reason: str | None, status: int, message: str) -> 
     with pytest.raises(ApiError) as caught:
         embedding_reply(body_of(), "tiny", [sample(VECTOR), failed])
     assert caught.value.status == status and caught.value.message.startswith(message)
-
-
-# ---- with an engine
-
-
-# ---- over HTTP
 
 
 def last_hidden(directory: Path, text: bytes) -> torch.Tensor:

@@ -49,9 +49,6 @@ TALK = (
 """A chat template with variables, whose prompts are shorter than a block of the cache."""
 
 
-# ---- bodies ---------------------------------------------------------------------------------------------------------
-
-
 class _Absent:
     """No value: the field is absent."""
 
@@ -137,9 +134,6 @@ def bodies_in(annotation: Any) -> set[type[Body]]:
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return {annotation}
     return {body for one in get_args(annotation) for body in bodies_in(one)}
-
-
-# ---- comparing replies ----------------------------------------------------------------------------------------------
 
 
 SEEN: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -248,9 +242,6 @@ def _alike(one: tuple[Any, ...], two: tuple[Any, ...]) -> bool:
 
 def asked(server: Running, path: str, body: JSON) -> Seen:
     return seen(server.post(path, body))
-
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
 
 
 A, B, NEWLINE = ids("ab\n")
@@ -908,9 +899,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         TEMPLATE: TEMPLATE_TABLE,
     }
 )
-
-
-# ---- tests ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

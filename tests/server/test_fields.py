@@ -155,8 +155,6 @@ def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
     assert f"fields without effect: 'zebra', '{'x' * 64}'" in reply.text
 
 
-# ---- an agent's request, with functions in a namespace
-
 FUNCTION: JSON = {"type": "function", "name": "look", "description": "Looks.", "parameters": {"type": "object"}}
 SEARCH: JSON = {"type": "web_search", "external_web_access": False}
 SPACE: JSON = {"type": "namespace", "name": "agents", "description": "Work on agents.", "tools": [FUNCTION]}

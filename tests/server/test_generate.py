@@ -41,9 +41,6 @@ def generate(server: Running, sampling: JSON, **fields: Any) -> JSON:
     return answer
 
 
-# ---- the reply
-
-
 def test_continuous_usage_counts_the_tokens_so_far(server: Running) -> None:
     body = body_of({**HOT, "n": 3}, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     chunks = server.events(PATH, body)[:-1]
@@ -59,9 +56,6 @@ def test_rank_of_tokens_in_and_outside_the_top() -> None:
     assert rank_of(LogprobEntry(9, "", -1.0, top, 0), 2) == 2
     assert rank_of(LogprobEntry(3, "", -4.0, (*top, TokenLogprob(3, -4.0)), 0), 2) is None
     assert rank_of(LogprobEntry(3, "", -4.0, (TokenLogprob(3, -4.0),), 0), 0) is None
-
-
-# ---- fields
 
 
 REFUSED: list[tuple[JSON, JSON, str]] = [
@@ -116,9 +110,6 @@ def test_unsupported_or_invalid_field_is_named(server: Running) -> None:
         assert param in error["message"] or "size of 512" in error["message"]
 
     assert failures(check, REFUSED) == []
-
-
-# ---- ends
 
 
 def test_aborted_request_returns_its_tokens_so_far(server: Running) -> None:

@@ -139,9 +139,6 @@ def check_refused(answer: Answer, status: int) -> None:
     assert answer.is_whole
 
 
-# Request ids
-
-
 @pytest.mark.parametrize("given", ["", " ", "a b", "é", "x" * 129, "a\tb", "a\x7f"])
 def test_invalid_request_id_is_replaced(given: str) -> None:
     answer = ask(served, policy_of(), ("x-request-id", given))
@@ -149,8 +146,6 @@ def test_invalid_request_id_is_replaced(given: str) -> None:
     assert made != given and len(made) == 32 and int(made, 16) >= 0
     assert json.loads(answer.body)["id"] == made
 
-
-# Host
 
 MALFORMED = [
     *("", " ", "a/b", "a?x", "a@b", "a\tb", " localhost", "localhost/", "localhost?/health", "localhost,localhost"),
@@ -211,9 +206,6 @@ def test_other_addresses_serve_any_host_unless_allowed_host_is_set() -> None:
     assert {ask(served, named, host=[("host", text)]).status for text in bad} == {403}
 
 
-# Policy
-
-
 def test_non_loopback_host_needs_a_key() -> None:
     assert ServerConfig().host == "127.0.0.1"
     assert guard_policy(ServerConfig(), KeyRing.of(())).is_loopback
@@ -237,8 +229,6 @@ def test_invalid_allowed_host_is_refused(host: str) -> None:
     with pytest.raises(ValueError, match=r"^allowed_host"):
         policy_of(allowed_host=(host,))
 
-
-# Keys
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE", "BREW", "get"]
 
@@ -304,8 +294,6 @@ def test_wrong_key_is_refused_and_not_echoed(header: Header) -> None:
     check_refused(answer, 401)
     assert KEY not in answer.body.decode() and len(answer.body) < 500
 
-
-# CORS
 
 PAGE = "https://page.example"
 EVIL = ("host", "evil.example")
@@ -390,9 +378,6 @@ def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
         assert with_key.status == {"/v1/models": 405, "/metrics": 307, "/nowhere": 404}[path]
     for method in ("GET", "POST", "DELETE"):
         assert ask(served, policy, JSON, ("origin", PAGE), ASKS, method=method, path=path).status == 401
-
-
-# Bodies
 
 
 BAD_KINDS = ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json"]
@@ -502,9 +487,6 @@ def test_the_rest_of_a_stream_is_dropped_while_it_flows(method: str, size: int, 
     assert abs(next(count) - num_read) <= 1
 
 
-# Answers
-
-
 @pytest.mark.parametrize("app", [served, failing(ApiError(404, "no")), failing(ValueError("no"))])
 def test_every_response_has_security_headers(app: ASGIApp) -> None:
     headers = ask(app, policy_of()).headers
@@ -595,9 +577,6 @@ def test_failing_on_response_does_not_break_the_answer(caplog: pytest.LogCapture
     answer = ask(served, policy_of(), on_response=fail)
     assert answer.status == 200 and answer.is_whole
     assert [record.getMessage().endswith("logging it failed") for record in caplog.records] == [True]
-
-
-# Other scopes
 
 
 def test_websocket_is_refused() -> None:

@@ -34,9 +34,6 @@ def complete(server: Running, **fields: Any) -> Any:
     return reply.json()
 
 
-# ---- the reply
-
-
 def test_probabilities_are_those_that_tokens_are_drawn_from(server: Running) -> None:
     fields = {**HOT, "top_k": 3, "n_predict": 4, "n_probs": 5, "return_tokens": True}
     rows = complete(server, **fields, post_sampling_probs=True)["completion_probabilities"]
@@ -66,12 +63,6 @@ def test_response_fields(server: Running) -> None:
     events = server.events(PATH, {"prompt": "hello", **GREEDY, "stream": True, "response_fields": ["stop"]})
     assert events[-1] == {"stop": True} and "content" in events[0]
     assert selected({"a": {"b": 0}}, ["a/b"]) == {"a/b": 0} and selected({"a": 1}, []) == {"a": 1}
-
-
-# ---- prompts
-
-
-# ---- fields
 
 
 SAMPLING: list[tuple[JSON, JSON]] = [
@@ -151,9 +142,6 @@ def test_unsupported_or_invalid_field_is_named(server: Running) -> None:
         assert param in error["message"]
 
     assert failures(check, REFUSED) == []
-
-
-# ---- props
 
 
 def test_prompts_may_be_objects_with_a_text(server: Running) -> None:

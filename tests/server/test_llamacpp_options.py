@@ -54,9 +54,6 @@ def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield one
 
 
-# ---- the seed
-
-
 def text_of(server: Running, path: str, **fields: Any) -> str:
     reply: JSON = server.post(path, {"prompt": "a", **HOT, **fields}).json()
     return str(reply["content"] if path == LLAMA else reply["choices"][0]["text"])
@@ -69,9 +66,6 @@ def test_default_seed_is_that_of_requests_without_one(server: Running) -> None:
     settings = server.post(LLAMA, {"prompt": "a", "n_predict": 1}).json()["generation_settings"]
     assert settings["seed"] == 7
     assert server.client.get("/props").json()["default_generation_settings"]["params"]["seed"] == 7
-
-
-# ---- continued answers
 
 
 def rendered(server: Running, *messages: JSON, **fields: Any) -> str:
@@ -101,16 +95,10 @@ def test_two_answers_at_the_end_are_not_continued(server: Running) -> None:
         assert (error["param"], "two answers" in error["message"]) == ("messages", True)
 
 
-# ---- BOS
-
-
 def test_named_template_begins_with_the_bos_of_the_tokenizer(with_bos: Running) -> None:
     fields = {"messages": [HELLO], "max_tokens": 1, "return_token_ids": True}
     prompt = with_bos.post(CHAT, fields).json()["prompt_token_ids"]
     assert prompt[:1] == [BOS] and prompt.count(BOS) == 1
-
-
-# ---- reports
 
 
 @pytest.mark.parametrize(("limit", "is_truncated"), [(-1, True), (MAX_LEN, True), (3, False)])
@@ -145,8 +133,6 @@ def test_responses_report_progress_and_timings(server: Running) -> None:
     plain = named_events(server, {"input": "a", "max_output_tokens": 2})
     assert plain and not {"timings", "prompt_progress"} & {name for one in plain for name in one}
 
-
-# ---- a template with a variable `functions`
 
 FIRE = (
     "functools {{ bos_token }}F:{{ functions }}{% for one in messages %}<{{ one.role }}>{{ one.content }}"
@@ -183,9 +169,6 @@ def progress_of(server: Running, path: str, asked: JSON) -> list[JSON]:
     return [events[index]["prompt_progress"] for index in reports]
 
 
-# ---- the prefill
-
-
 @pytest.mark.parametrize(
     ("path", "asked", "total"),
     [
@@ -209,9 +192,6 @@ def test_prefill_is_reported_after_each_step(server: Running, path: str, asked: 
     assert again[-1] == {**again[-1], "cache": cached, "processed": first["total"]}
 
 
-# ---- lengths and bans
-
-
 @pytest.mark.parametrize(("path", "asked"), [(COMPLETE, {"prompt": "ab"}), (CHAT, {"messages": [HELLO]})])
 def test_n_predict_is_the_length_of_an_answer(server: Running, path: str, asked: JSON) -> None:
     def length(**fields: Any) -> int:
@@ -225,9 +205,6 @@ def test_n_predict_is_the_length_of_an_answer(server: Running, path: str, asked:
     assert usage["total_tokens"] == 512
     refused = server.post(path, {**asked, "n_predict": -2})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n_predict")
-
-
-# ---- options of the start
 
 
 def test_usage_can_be_forced_into_every_chunk(tiny_directory: Path) -> None:

@@ -47,9 +47,6 @@ def rendered(model: ServedModel, /, **fields: Any) -> str:
     return model.tokenizer.decode(call.requests[0].prompt, skip_special=False)
 
 
-# ---- bodies
-
-
 def test_consecutive_messages_of_one_role_are_one_turn(model: ServedModel) -> None:
     cached = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}, "citations": None}
     blocks = [{"type": "text", "text": "a"}, cached]
@@ -125,9 +122,6 @@ def test_last_assistant_message_is_continued(model: ServedModel) -> None:
     assert rendered(model, messages=[*HELLO, {"role": "assistant", "content": ""}]) == rendered(model)
     refused = refusal(model, messages=[*HELLO, {"role": "assistant", "content": [USE]}])
     assert (refused.status, refused.param) == (400, "messages.1") and "tool_result" in refused.message
-
-
-# ---- refusals
 
 
 def content(*blocks: JSON, role: str = "user") -> JSON:
@@ -212,18 +206,9 @@ def test_chat_errors_have_this_apis_field_names(
     assert others == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
 
 
-# ---- replies
-
-
 @pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 1e999}', "[1]", '{"a": }'])
 def test_arguments_that_json_cannot_encode_stay_text(text: str) -> None:
     assert arguments_of(text) == {"raw_arguments": text}
-
-
-# ---- counting
-
-
-# ---- over HTTP
 
 
 def test_errors_have_anthropics_form(server: Running) -> None:

@@ -40,9 +40,6 @@ def text_of(answer: JSON) -> str:
     return str(answer["message"]["content"] if "message" in answer else answer["response"])
 
 
-# ---- replies
-
-
 @pytest.mark.parametrize("path", [GENERATE, CHAT])
 def test_requests_stream_lines_unless_stream_is_false(server: Running, path: str) -> None:
     answer = whole(server, path)
@@ -64,9 +61,6 @@ def test_request_without_a_prompt_loads_the_model(server: Running) -> None:
                 "created_at": ""
             }
             assert (line["done"], line["done_reason"], text_of(line)) == (True, reason, "")
-
-
-# ---- prompts
 
 
 def test_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) -> None:
@@ -95,9 +89,6 @@ def test_names_without_a_tag_mean_latest(server: Running, tiny_directory: Path) 
         assert tagged.post(CHAT, body(CHAT, model="a/b")).status_code == 404
 
 
-# ---- tools, formats, thinking
-
-
 def test_complete_calls_have_arguments_as_objects() -> None:
     pieces = Pieces()
     events = [CallStart(0, "f"), CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
@@ -105,9 +96,6 @@ def test_complete_calls_have_arguments_as_objects() -> None:
     call = {"function": {"index": 0, "name": "f", "arguments": {"x": 1}}}
     assert pieces.add([events[2], CallEnd(0)]) == {"content": "", "tool_calls": [call]}
     assert pieces.add([CallStart(1, "g"), CallArguments(1, '{"y')]) == {"content": ""}, "it was cut off"
-
-
-# ---- options
 
 
 def test_absent_options_are_the_models_or_ollamas(server: Running, tmp_path: Path) -> None:
@@ -173,9 +161,3 @@ def test_an_answer_larger_than_the_cache_names_its_option(tiny_directory: Path) 
     with running(tiny_directory, kv_cache_bytes=48 << 10) as server:
         reply = server.post(CHAT, body(CHAT, options={"num_predict": 480}))
         assert reply.status_code == 400 and "options.num_predict" in reply.json()["error"], reply.text
-
-
-# ---- embeddings
-
-
-# ---- facts

@@ -118,9 +118,6 @@ def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
-# ---- parsed replies ------------------------------------------------------------------------------------------------
-
-
 def test_stream_helper_events(client: openai.OpenAI) -> None:
     fields: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 16, "temperature": 0}
     whole = client.chat.completions.create(**fields)
@@ -136,9 +133,6 @@ def test_stream_helper_events(client: openai.OpenAI) -> None:
     assert final.choices[0].finish_reason == whole.choices[0].finish_reason
     assert final.usage is not None and whole.usage is not None
     assert final.usage.completion_tokens == whole.usage.completion_tokens
-
-
-# ---- exceptions ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -176,9 +170,6 @@ def test_draining_server_is_reported(tiny_directory: Path) -> None:
                 client.completions.create(model="tiny", prompt="a", stream=stream)
             assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
             assert caught.value.response.headers["retry-after"] == "5" and caught.value.request_id
-
-
-# ---- retries -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -219,9 +210,6 @@ def test_client_retries_after_a_full_queue(
         assert reply.choices and waits == [1.0], "the client waits as Retry-After says"
         wait_until(lambda: len(answers) == 3)
         assert answers == [(503, "queue_full"), (200, None), (200, None)], "refused, the long one, the retry"
-
-
-# ---- closed streams, dead engine ------------------------------------------------------------------------------------
 
 
 def chunk_text(chunk: Any) -> str:
@@ -287,6 +275,3 @@ def append_all(got: list[Any], stream: Any) -> list[Any]:
     for one in stream:
         got.append(one)
     return []
-
-
-# ---- asynchronous client ---------------------------------------------------------------------------------------------

@@ -263,9 +263,6 @@ def check_error(reply: Reply, *statuses: int) -> None:
     assert "server" not in reply.headers
 
 
-# Valid requests
-
-
 @pytest.mark.parametrize(
     ("target", "path"),
     [
@@ -317,11 +314,6 @@ def test_late_bytes_after_connection_close_are_dropped(server: Running) -> None:
     assert "/smuggled" not in server.app.paths
 
 
-# Hosts, keys, pages
-
-
-# Invalid HTTP, as h11 refuses it
-
 CHUNKED = b"Transfer-Encoding: chunked"
 SMUGGLED = get("/smuggled")
 
@@ -341,9 +333,6 @@ def test_bad_chunk_after_response_start_closes_connection(server: Running, caplo
         rest = client.rest()
         assert b"HTTP/1.1" not in rest and not rest.endswith(b"0\r\n\r\n")
     assert not [record for record in caplog.records if record.exc_info]
-
-
-# Too much
 
 
 def test_large_head_in_one_packet_is_refused(server: Running) -> None:
@@ -378,9 +367,6 @@ def test_large_content_length_is_refused_before_body(server: Running) -> None:
     assert "/smuggled" not in server.app.paths
 
 
-# Too slow
-
-
 @pytest.mark.parametrize(
     ("before", "drip"), [(b"", b"GET / HTTP/1.1\r\n"), (b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"A: " + b"b" * 300)]
 )
@@ -411,9 +397,6 @@ def test_client_that_does_not_read_is_disconnected(hasty: Running) -> None:
         client.send(get("/endless"))
         assert reported(hasty, "/endless")[1] is None
         assert not client.rest().endswith(b"0\r\n\r\n")
-
-
-# Too many
 
 
 def test_more_connections_than_allowed_are_refused() -> None:
@@ -455,9 +438,6 @@ def test_trusted_proxy_has_no_connection_limit() -> None:
         assert [status_from(server, "127.0.0.2", stack) for _ in range(5)] == [200] * 5
 
 
-# Failures
-
-
 def test_failed_stream_is_cut_without_final_chunk(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with wire(server) as client:
         client.send(get("/late"), SMUGGLED)
@@ -482,7 +462,5 @@ def test_client_disconnect_is_detected(server: Running, leave: Callable[[Wire], 
     leave(client)
     assert reported(server, "/endless")[1] is None
 
-
-# Timers
 
 HEAD, WRITE, IDLE = 4001.5, 4002.5, 4003.0

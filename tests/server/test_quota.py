@@ -81,9 +81,6 @@ def test_service_of_a_client_is_forgotten_after_that_of_many_others(num_others: 
     assert queue.pop(lambda item: item != "waiting") == next_item
 
 
-# ---- dispatcher -----------------------------------------------------------------------------------------------------
-
-
 class World:
     """A dispatcher, and the requests that it passed to an engine that starts them at once."""
 

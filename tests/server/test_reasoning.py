@@ -48,9 +48,6 @@ def chat(server: Running, **fields: Any) -> tuple[JSON, JSON]:
     return message, usage
 
 
-# ---- chat completions
-
-
 def test_chat_has_reasoning_apart(server: Running) -> None:
     message, usage = chat(server)
     assert (message["content"], message["reasoning_content"], message["reasoning"]) == (ANSWER, THOUGHT, THOUGHT)
@@ -76,9 +73,6 @@ def test_operator_and_trainers_keep_reasoning_in_the_content(server: Running, tm
             assert chat(kept, separate_reasoning=True)[0]["reasoning"] == THOUGHT
             (block,) = good(kept.post(MESSAGES, {**ASKED, "max_tokens": 9}))["content"]
             assert block == {"type": "text", "text": WHOLE_TEXT}
-
-
-# ---- Messages
 
 
 def message_blocks(server: Running, **fields: Any) -> tuple[list[JSON], JSON]:
@@ -136,9 +130,6 @@ def test_thinking_before_a_tool_use_can_be_sent_back(server: Running) -> None:
 
 def num_input(usage: JSON) -> int:
     return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
-
-
-# ---- Responses
 
 
 def response(server: Running, **fields: Any) -> JSON:
@@ -206,9 +197,6 @@ def test_reasoning_is_sent_back_between_calls(server: Running) -> None:
     assert num_prompt(thought, call, output, asked) == num_prompt(call, output, asked), "the turn is over"
     more = {"previous_response_id": reply["id"], "input": [output], "tools": tools, "max_output_tokens": 1}
     assert good(server.post(RESPONSES, more))["usage"]["input_tokens"] == num_prompt(thought, call, output)
-
-
-# ---- Ollama
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])

@@ -81,9 +81,6 @@ def test_prompt_logprobs() -> None:
     ]
 
 
-# ---- chunks
-
-
 def test_cut_short_returns_held_back_text() -> None:
     call = call_of(stops=("abc",))
     (transcript,) = transcripts_of(call)

@@ -84,9 +84,6 @@ def streamed(server: Running, **body: Any) -> list[JSON]:
     return named_events(reply.content)
 
 
-# ---- replies without an engine --------------------------------------------------------------------------------------
-
-
 def script(*events: Event) -> tuple[Event, ...]:
     return events
 
@@ -195,9 +192,6 @@ def test_failed_stream(name: str, status: int, code: str) -> None:
         *_, seen = client.responses.create(model="m", input="x", stream=True)
     assert seen.type == "response.failed" and seen.response.error is not None
     assert seen.response.error.message == "it broke"
-
-
-# ---- bodies to chats ------------------------------------------------------------------------------------------------
 
 
 def translated(given: JSON) -> JSON:
@@ -361,9 +355,6 @@ def test_chat_errors_have_this_apis_field_names(
     """A chat's messages have other places than the body's: their errors name no index."""
     error = renamed(ApiError(400, message, param=param), CHAT_NAMES)
     assert (error.param, error.message) == (own_param, own_message)
-
-
-# ---- with an engine -------------------------------------------------------------------------------------------------
 
 
 REQUEST: Mapping[str, Any] = MappingProxyType(

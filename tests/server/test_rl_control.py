@@ -65,9 +65,6 @@ def start_three(server: Running, names: bool = False) -> list[Stream]:
     return [first, *others]
 
 
-# ---- pause ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("clear_cache", "path"), [("true", "query"), ("false", "body")])
 def test_pause_keep_does_not_change_the_output(server: Running, clear_cache: str, path: str) -> None:
     expected = [whole(server), whole(server, prompt=tuple(range(1, 101))), whole(server, prompt=(7, 7, 7))]
@@ -199,9 +196,6 @@ def send_raw(server: Running, path: str) -> socket.socket:
     return client
 
 
-# ---- abort ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("form", "asked", "ended"),
     [("vllm", "cmpl-first", 0), ("vllm", "chatcmpl-third", 2), ("sglang", "second", 1), ("sglang list", "first", 0)],
@@ -242,9 +236,6 @@ def test_abort_of_unknown_id_has_no_effect(server: Running) -> None:
     refused(server.post("/abort_request", {"rid": ""}), 400, "rid")
 
 
-# ---- SGLang's pause -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("body", "is_aborted", "is_free"),
     [
@@ -265,9 +256,6 @@ def test_sglang_pause_modes(server: Running, body: Any, is_aborted: bool, is_fre
     assert ok(server.post("/continue_generation", {}))["success"] is True
     tokens = stream.result().completion_tokens
     assert tokens == expected[: len(tokens)] and (len(tokens) == 200) != is_aborted
-
-
-# ---- cache and memory -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -333,9 +321,6 @@ def test_pause_wait_of_a_sleeping_engine_is_refused(server: Running) -> None:
     refused(server.client.post("/pause?mode=wait"), 409, "asleep")
     ok(server.client.post("/wake_up"))
     assert len(stream.result().completion_tokens) == 200
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -451,9 +436,6 @@ def test_unknown_field_is_refused_by_name(server: Running, path: str, body: Any,
 )
 def test_field_without_effect_is_accepted(server: Running, path: str, body: Any) -> None:
     ok(server.client.post(path) if body is None else server.post(path, body))
-
-
-# ---- questions ------------------------------------------------------------------------------------------------------
 
 
 def test_server_info_has_vllms_configuration(server: Running) -> None:

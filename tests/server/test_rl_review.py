@@ -72,9 +72,6 @@ def is_asleep(server: Running) -> bool:
     return bool(server.on_engine(lambda: server.opened.engine.is_asleep))
 
 
-# ---- updates --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "body"), [("/update_weights_from_disk", {"model_path": "one"}), ("/start_weight_update", {})]
 )
@@ -124,9 +121,6 @@ def test_first_error_is_raised_when_closing_the_source_fails_too(server: Running
     assert has_ended.is_set()
 
 
-# ---- sleep ----------------------------------------------------------------------------------------------------------
-
-
 def test_release_without_memory_tag_has_no_effect(server: Running) -> None:
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert ok(server.post(path, {"tags": ["cuda_graph"]}))["success"] is True
@@ -168,9 +162,6 @@ def test_resume_ends_sleep_level_0(server: Running, path: str) -> None:
     ok(server.post(path, {}))
     assert not is_sleeping(server)
     assert Stream(server, params=SHORT).result().finish_reason == "length"
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", ["x" * 300, "y/" * 2000, "loop"])
@@ -227,9 +218,6 @@ def test_abort_with_empty_list_aborts_nothing_and_null_aborts_all(server: Runnin
     assert stream.result().finish_reason == "abort"
 
 
-# ---- queries --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "body"), [("1", {}), ("off", None), ("yes", {"abort_all_requests": False}), ("step-7", None)]
 )
@@ -262,9 +250,6 @@ def test_query_and_body_are_merged(server: Running) -> None:
     refused(server.client.post("/pause?clear_cache=2"), 400, "clear_cache")
     refused(server.client.post("/pause?mode=keep&mode=keep"), 400, "mode: given twice")
     refused(server.post("/pause?mode=keep", [1]), 400, "must be a JSON object")
-
-
-# ---- directories ----------------------------------------------------------------------------------------------------
 
 
 class HangingFileSystem(NamedTuple):
@@ -303,9 +288,6 @@ def test_hanging_file_system_blocks_no_other_request(
         refused(server.post("/update_weights_from_disk", {"model_path": "one"}), 503, "model_path", "did not answer")
         hanging.answer.set()
         refused(waiting.result(60), 400, "Stale file handle")
-
-
-# ---- groups ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

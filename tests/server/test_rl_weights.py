@@ -59,9 +59,6 @@ def steady(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
         yield one
 
 
-# ---- forms ----------------------------------------------------------------------------------------------------------
-
-
 FORMS = {
     "sglang": ("/update_weights_from_disk", lambda place: {"model_path": place, "weight_version": "step-1"}),
     "prime-rl": ("/update_weights", lambda place: {"weight_dir": place, "weight_version": "step-1"}),
@@ -137,9 +134,6 @@ def test_update_after_sleep_level_2(server: Running, shelf: Path, tiny_directory
     assert late.result().completion_tokens == fresh_tokens(tiny_directory, shelf / "two", PROMPT, SHORT)
 
 
-# ---- bad weights ----------------------------------------------------------------------------------------------------
-
-
 def write_changed(shelf: Path, target: Path, change: Change) -> None:
     """Write the weights of "one" after applying `change`."""
     target.mkdir()
@@ -196,9 +190,6 @@ def test_invalid_weights_leave_the_old_ones_in_use(
         assert response.json()["success"] is False and response.json()["message"] == error["message"]
     assert set(stream.result().token_versions) == {0}
     assert_old_weights_serve(steady, before)
-
-
-# ---- places ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -292,9 +283,6 @@ def test_weights_dir_must_exist(tmp_path: Path) -> None:
     assert weights_root(None) is None
 
 
-# ---- one at a time --------------------------------------------------------------------------------------------------
-
-
 def test_one_of_two_concurrent_updates_is_refused(server: Running) -> None:
     body = {"model_path": "one"}
     with ThreadPoolExecutor() as pool:
@@ -332,9 +320,6 @@ def test_open_update_can_be_aborted_and_busy_error_names_the_path(server: Runnin
     refused(server.post("/finish_weight_update", {}), 400, "no update is open")
     assert not staging(server)
     assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
-
-
-# ---- checksums ------------------------------------------------------------------------------------------------------
 
 
 def checksum(server: Running) -> str:
@@ -376,9 +361,6 @@ def test_version_is_another_name_of_weight_version(server: Running) -> None:
     body = {"weight_dir": "one", "version": "step-7"}
     refused(server.post("/update_weights", {**body, "weight_version": "step-8"}), 400, "disagree")
     assert ok(server.post("/update_weights", body))["weight_version"] == "step-7"
-
-
-# ---- in parts -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -489,9 +471,6 @@ def test_invalid_update_field_is_named(steady: Running, path: str, body: Any, st
     refused(steady.post(path, body), status, part)
     info = ok(steady.client.get("/weight_info"))
     assert (info["version"], info["update"]) == (0, "idle")
-
-
-# ---- held updates ---------------------------------------------------------------------------------------------------
 
 
 def tokens_of(server: Running) -> tuple[int, ...]:

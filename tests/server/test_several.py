@@ -1,4 +1,7 @@
-"""`serve --further-model`: several models behind one URL, each in its own process."""
+"""`serve --further-model`: several models behind one URL, each in its own process.
+
+One server: each test asks first for the model that the one before leaves loaded, because a load takes two seconds.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +76,6 @@ def ask(client: openai.OpenAI, model: str, **options: Any) -> Any:
 
 def states(http: httpx2.Client) -> dict[str, str]:
     return {one["id"]: one["status"]["value"] for one in http.get("/v1/models").json()["data"]}
-
-
-# ---- one server; each test asks first for the model that the one before leaves loaded: a load takes two seconds
 
 
 def test_an_unknown_model_is_refused_and_unloads_nothing(client: openai.OpenAI, http: httpx2.Client) -> None:

@@ -61,9 +61,6 @@ def without_latency(reply: Any) -> Any:
     return reply
 
 
-# ---- the reply
-
-
 def test_whole_reply_has_sglangs_form(server: Running, engine: InferenceEngine) -> None:
     params = {"temperature": 0, "max_new_tokens": 2}
     sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2, prompt_logprobs=2)
@@ -167,9 +164,6 @@ def test_defaults_equal_sglangs(server: Running, model: ServedModel) -> None:
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (1.0, 1.0, 0, 128)
 
 
-# ---- several prompts
-
-
 def test_list_of_prompts_returns_a_list(server: Running) -> None:
     texts = ["hello", "other text", "third"]
     single = [without_latency(generate(server, text=text, extra_key="lists")) for text in texts]
@@ -232,9 +226,6 @@ def without_logprobs(value: Any) -> Any:
     return None if isinstance(value, float) else value
 
 
-# ---- streams
-
-
 @pytest.mark.parametrize(
     ("params", "fields"),
     [
@@ -290,9 +281,6 @@ def test_events_with_little_new_text_are_skipped(model: ServedModel) -> None:
     sent = [bool(part(piece)) for _ in range(400)]
     assert all(sent[:128]) and 60 < sum(sent[128:]) < 140
     assert part(piece._replace(finish_reason="length"))
-
-
-# ---- fields
 
 
 SAMPLING: list[tuple[JSON, JSON]] = [
@@ -454,9 +442,6 @@ def test_call_names_are_the_rids(model: ServedModel) -> None:
     assert names(input_ids=[[1], [2]], rid="a") == {"a", "a_0", "a_1"}
     with pytest.raises(ApiError):
         names(input_ids=[[1], [2]], rid=["a", "a"])
-
-
-# ---- partial rollouts, health
 
 
 def test_resubmitted_aborted_sample_equals_the_uninterrupted_one(server: Running) -> None:

@@ -48,9 +48,6 @@ def refused(reply: Any, status: int, param: str, code: str | None) -> None:
     assert (reply.status_code, error["param"], error["code"]) == (status, param, code), reply.text
 
 
-# ---- retrieval ------------------------------------------------------------------------------------------------------
-
-
 def test_stored_response_is_retrieved_and_deleted(server: Running, client: openai.OpenAI) -> None:
     reply = asked(server, input="once", metadata={"a": "b"})
     assert reply["store"] is True and reply["previous_response_id"] is None
@@ -104,9 +101,6 @@ def test_input_items_are_listed_in_pages(server: Running, client: openai.OpenAI)
     refused(server.client.get(f"{PATH}/{name}/input_items", params={"after": "none"}), 400, "after", None)
 
 
-# ---- continuation ---------------------------------------------------------------------------------------------------
-
-
 def test_continued_response_has_the_prompt_of_the_whole_conversation(server: Running) -> None:
     first = asked(server, input="once", instructions="Be kind.")
     second = asked(server, input="more", previous_response_id=first["id"])
@@ -135,9 +129,6 @@ def test_other_key_does_not_find_a_response(keyed: Running) -> None:
     assert keyed.client.get(f"{PATH}/{name}").status_code == 401
     assert keyed.client.get(f"{PATH}/{name}", headers=mine).json()["id"] == name
     assert keyed.post(PATH, more, **mine).status_code == 200
-
-
-# ---- limits ---------------------------------------------------------------------------------------------------------
 
 
 def stored(name: str, size: int = 0) -> StoredReply:
@@ -185,9 +176,6 @@ def test_store_without_room_says_so(tiny_directory: Path) -> None:
         assert reply["store"] is False and server.client.get(f"{PATH}/{reply['id']}").status_code == 404
 
 
-# ---- token counts ---------------------------------------------------------------------------------------------------
-
-
 def test_input_tokens_equal_the_usage(server: Running, client: openai.OpenAI) -> None:
     fields: JSON = {"instructions": "Be kind.", "input": [USER]}
     counted = client.responses.input_tokens.count(**fields)
@@ -197,6 +185,3 @@ def test_input_tokens_equal_the_usage(server: Running, client: openai.OpenAI) ->
     )
     long = asked(server, "/v1/responses/input_tokens", input="x" * 2 * MAX_LEN)
     assert long["input_tokens"] > 2 * MAX_LEN, "counts prompts beyond the context"
-
-
-# ---- fields of the reply --------------------------------------------------------------------------------------------

@@ -39,9 +39,6 @@ def named(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-# ---- requests
-
-
 def test_deprecated_fields_equal_current_ones() -> None:
     functions = [WEATHER["function"], NOW["function"]]
     assert use(functions=functions) == use(tools=[WEATHER, NOW], parallel_tool_calls=False)
@@ -106,8 +103,6 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, said: str) 
     assert (error.status, error.param) == (400, param)
     assert re.search(said, error.message) and error.message.startswith(param.split(".")[0])
 
-
-# ---- replies
 
 EVENTS: list[Event] = [
     Content("I "),

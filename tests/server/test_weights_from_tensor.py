@@ -161,8 +161,6 @@ def test_memory_of_a_trainer_that_ended_is_refused(
     refused(send(server, text), 400, FIELD, "No such file", "on this machine")
 
 
-# ---- hostile pickles ------------------------------------------------------------------------------------------------
-
 SENTINEL = "/tmp/nano-inference-pickle-was-run"
 
 
@@ -262,9 +260,6 @@ def test_a_file_of_another_size_is_refused(server: Running, trainer: SharedTrain
 def test_invalid_field_is_named(server: Running, field: str, value: Any, part: str) -> None:
     error = refused(server.post(PATH, {FIELD: ["a"], field: value}), 400, part)
     assert error["param"].startswith(field)
-
-
-# ---- who may send them ----------------------------------------------------------------------------------------------
 
 
 def test_an_admin_key_is_needed(server: Running) -> None:
