@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from nano_inference.cli.serve import banner
 from nano_inference.server.config import ServerConfig
 from nano_inference.types import ModelError
 from tests.server.tiny import opened, running
@@ -52,16 +51,6 @@ def test_unused_invalid_generation_config_is_ignored(tiny_directory: Path, tmp_p
     found = opened(directory, ServerConfig(port=0, generation_config="none"))
     found.engine.shutdown()
     assert found.model.chat_defaults.source == "default for chats"
-
-
-def test_startup_prints_both_defaults(opinionated: Path) -> None:
-    config = ServerConfig(port=0)
-    found = opened(opinionated, config)
-    text = banner(found, config, "http://127.0.0.1:1")
-    found.engine.shutdown()
-    own = "the model's generation_config.json"
-    assert f"  default sampling of requests: temperature 1.5, top_k 1 ({own})\n" in text
-    assert f"  sampling of the chat page: temperature 1.5, top_k 1 ({own}), at most 1024 tokens\n" in text
 
 
 @pytest.mark.parametrize(

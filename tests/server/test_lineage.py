@@ -49,11 +49,3 @@ def test_tokens_of_another_lineage_are_refused(server: Running, path: str, body:
     assert all(part in error["message"] for part in ("'pool-2'", "'pool-1'", "--lineage"))
     assert server.post(path, DRAW | body | {"lineage": "pool-1"}).status_code == 200
     assert server.post(path, DRAW | body).status_code == 200
-
-
-def test_lineage_defaults_to_a_unique_value(tiny_directory: Path) -> None:
-    found = set()
-    for _ in range(2):
-        with running(tiny_directory, ServerConfig(port=0, log_requests=False)) as one:
-            found.add(one.post(TEXT, DRAW | {"prompt": "Hi"}).json()["choices"][0]["lineage"])
-    assert len(found) == 2

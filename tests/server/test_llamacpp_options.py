@@ -245,25 +245,3 @@ def test_template_dates_need_a_template(tmp_path: Path) -> None:
         (directory / name).unlink(missing_ok=True)
     with pytest.raises(ModelError, match="--template-dates: the model has no chat template"):
         opened(directory, config(template_dates=True))
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("chatml", "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"),
-        (
-            "llama3",
-            "<|start_header_id|>system<|end_header_id|>\n\nBe.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-            "hello<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-        ),
-        (
-            "command-r",
-            "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>Be.<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|USER_TOKEN|>hello"
-            "<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        ),
-    ],
-)
-def test_templates_by_name(tiny_directory: Path, name: str, expected: str) -> None:
-    with running(tiny_directory, config(chat_template=name)) as server:
-        asked = {"messages": [{"role": "system", "content": "Be."}, HELLO]}
-        assert server.post("/apply-template", asked).json()["prompt"] == expected

@@ -10,9 +10,9 @@ import pytest
 
 from nano_inference.server.body import parse
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.dialects.messages import ANTHROPIC_NAMES, arguments_of, ask_messages, chat_fields
+from nano_inference.server.dialects.messages import arguments_of, ask_messages, chat_fields
 from nano_inference.server.dialects.messages_body import MessagesBody
-from nano_inference.server.errors import ApiError, renamed
+from nano_inference.server.errors import ApiError
 from nano_inference.server.model import ServedModel
 from tests.cases import failures
 from tests.server.tiny import Running, served_model
@@ -186,37 +186,9 @@ def test_unsupported_or_invalid_field_is_named(model: ServedModel) -> None:
     assert failures(check, REFUSED_FIELDS) == []
 
 
-@pytest.mark.parametrize(
-    ("param", "message", "own_param", "own_message"),
-    [
-        ("stop", "stop[1] is long", "stop_sequences", "stop_sequences[1] is long"),
-        ("messages.2", "messages[2].content must", "messages", "messages must"),
-        ("messages", "cannot render these messages", "messages", "cannot render these messages"),
-        (None, "the model 'stop' is gone", None, "the model 'stop' is gone"),
-    ],
-)
-def test_chat_errors_have_this_apis_field_names(
-    param: str | None, message: str, own_param: str | None, own_message: str
-) -> None:
-    """A chat's messages have other places than the body's: their errors name no index."""
-    error = ApiError(503, message, param=param, code="c", headers={"retry-after": "1"}, extra={"n_ctx": 1})
-    translated = renamed(error, ANTHROPIC_NAMES)
-    assert (translated.param, translated.message) == (own_param, own_message)
-    others = translated.status, translated.code, translated.headers, translated.extra
-    assert others == (503, "c", {"retry-after": "1"}, {"n_ctx": 1})
-
-
 @pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 1e999}', "[1]", '{"a": }'])
 def test_arguments_that_json_cannot_encode_stay_text(text: str) -> None:
     assert arguments_of(text) == {"raw_arguments": text}
-
-
-def test_errors_have_anthropics_form(server: Running) -> None:
-    bad = server.post("/v1/messages", {"messages": HELLO})
-    assert bad.status_code == 400 and bad.json()["error"]["message"].startswith("max_tokens: field required")
-    lost = server.post("/v1/messages/count_tokens", {"messages": HELLO, "model": "claude"})
-    assert lost.status_code == 404 and lost.json()["error"]["type"] == "not_found_error"
-    assert server.post("/v1/messages", [1]).json()["type"] == "error"
 
 
 @pytest.mark.parametrize("field", ["output_config.format", "output_format"])

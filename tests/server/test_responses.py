@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +30,7 @@ from nano_inference.server.translated import as_body
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
 from tests.server.stepped import stepped
 from tests.server.test_detokenizer import sample_of
-from tests.server.test_openai_client import ENDLESS, LETTERS, PATIENCE, client_of, gated, wait_until
+from tests.server.test_openai_client import client_of
 from tests.server.test_replies import A, call_of, delta
 from tests.server.tiny import Running, running
 
@@ -355,31 +353,3 @@ def test_chat_errors_have_this_apis_field_names(
     """A chat's messages have other places than the body's: their errors name no index."""
     error = renamed(ApiError(400, message, param=param), CHAT_NAMES)
     assert (error.param, error.message) == (own_param, own_message)
-
-
-REQUEST: Mapping[str, Any] = MappingProxyType(
-    {"model": "tiny", "input": "once", "temperature": 0, "max_output_tokens": 12}
-)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_aborted_response_is_cancelled(tiny_directory: Path, streams: bool) -> None:
-    request_fields: Any = {**REQUEST, "extra_body": {**ENDLESS, "allowed_token_ids": LETTERS}}
-
-    def request(client: openai.OpenAI) -> Response:
-        if not streams:
-            return client.responses.create(**request_fields)  # type: ignore[no-any-return]
-        *_, last = client.responses.create(**request_fields, stream=True)
-        assert last.type == "response.incomplete"
-        return last.response  # type: ignore[no-any-return]
-
-    with mounted(tiny_directory) as server, client_of(server) as client, ThreadPoolExecutor(1) as pool:
-        with gated(server, free_steps=3) as gate:
-            answering = pool.submit(request, client)
-            wait_until(lambda: gate.num_steps == 3 or answering.done())
-            ending = asyncio.run_coroutine_threadsafe(server.link.end_requests(), server.loop)
-            server.on_loop(lambda: None)  # the abort is queued before the engine continues
-        assert ending.result(PATIENCE) == 1
-        reply = answering.result(PATIENCE)
-    assert (reply.status, reply.incomplete_details, reply.error) == ("cancelled", None, None)
-    assert reply.output_text and reply.usage is not None and 0 < reply.usage.output_tokens < 12

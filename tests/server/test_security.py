@@ -12,7 +12,7 @@ import pytest
 
 from nano_inference.server import security
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.security import MAX_HOST, KeyRing, hosts_to_allow, is_loopback_name, load_keys, parse_host
+from nano_inference.server.security import MAX_HOST, KeyRing, hosts_to_allow, load_keys, parse_host
 
 FIRST, SECOND = "first-key-1", "second-key-2"
 
@@ -161,16 +161,6 @@ def test_parse_host_follows_rfc_9110() -> None:
 def test_invalid_host_is_refused(text: str, reported: str) -> None:
     with pytest.raises(ValueError, match=reported):
         parse_host(text)
-
-
-@pytest.mark.parametrize("name", ["localhost", "LOCALHOST", "127.0.0.1", "127.255.255.255", "::1", "0:0::1"])
-def test_loopback_names(name: str) -> None:
-    assert is_loopback_name(name)
-
-
-@pytest.mark.parametrize("name", ["", "0.0.0.0", "128.0.0.1", "::", "::2", "::ffff:127.0.0.1", "127.1", "x.localhost"])
-def test_other_names_are_not_loopback(name: str) -> None:
-    assert not is_loopback_name(name)
 
 
 def test_listening_address_is_allowed_with_allowed_host() -> None:

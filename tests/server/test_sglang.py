@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,40 +58,6 @@ def without_latency(reply: Any) -> Any:
     for one in reply if isinstance(reply, list) else [reply]:
         assert 0 < one["meta_info"].pop("e2e_latency") < 600
     return reply
-
-
-def test_whole_reply_has_sglangs_form(server: Running, engine: InferenceEngine) -> None:
-    params = {"temperature": 0, "max_new_tokens": 2}
-    sample = engine_sample(engine, ids("hello"), max_tokens=2, logprobs=2, prompt_logprobs=2)
-    assert sample.top_logprobs is not None and sample.prompt_top_logprobs is not None
-
-    def triples(pairs: Any) -> list[list[Any]]:
-        return [[pytest.approx(logprob, abs=1e-5), token, None] for token, logprob in pairs]
-
-    prompt = list(zip(ids("ello"), sample.prompt_logprobs or (), strict=True))
-    reply = generate(
-        server, params, rid="mine", return_logprob=True, logprob_start_len=0, top_logprobs_num=2, extra_key="shape"
-    )
-    assert without_latency(reply) == {
-        "text": written(sample.completion_tokens),
-        "output_ids": list(sample.completion_tokens),
-        "meta_info": {
-            "id": "mine",
-            "finish_reason": {"type": "length", "length": 2},
-            "prompt_tokens": 5,
-            "completion_tokens": 2,
-            "cached_tokens": 0,
-            "num_retractions": 0,
-            "weight_version": "0",
-            "weight_versions": [{"version": "0", "start": 0, "end": 2, "number": 0}],
-            "lineage": server.opened.model.limits.lineage,
-            "mask": [1, 1],
-            "output_token_logprobs": triples(zip(sample.completion_tokens, sample.logprobs, strict=True)),
-            "output_top_logprobs": [triples(top) for top in sample.top_logprobs],
-            "input_token_logprobs": [[None, ids("h")[0], None], *triples(prompt)],
-            "input_top_logprobs": [None, *(triples(top) for top in sample.prompt_top_logprobs)],
-        },
-    }
 
 
 def test_logprob_options(server: Running) -> None:
@@ -177,15 +142,6 @@ def test_list_of_prompts_returns_a_list(server: Running) -> None:
     for replies in (many, by_ids):
         assert [(one["text"], one["output_ids"]) for one in replies] == [(o["text"], o["output_ids"]) for o in single]
     assert isinstance(generate(server, text=["hello"]), list)
-
-
-def test_samples_are_ordered_by_prompt(server: Running) -> None:
-    params = {**HOT, "max_new_tokens": 8}
-    alone = [generate(server, {**params, "n": 3}, text=text) for text in ("one", "two")]
-    both = generate(server, {**params, "n": 3}, text=["one", "two"], rid=["x", "y"])
-    assert [one["output_ids"] for one in both] == [one["output_ids"] for many in alone for one in many]
-    assert [one["meta_info"]["id"] for one in both] == ["x_0", "x_1", "x_2", "y_0", "y_1", "y_2"]
-    assert len({tuple(one["output_ids"]) for one in both}) == 6
 
 
 def test_prompts_may_have_different_parameters(server: Running) -> None:
@@ -309,69 +265,6 @@ def test_tokens_and_logprobs_equal_the_engines(
     logprobs = [logprob for logprob, _, _ in reply["meta_info"]["output_token_logprobs"]]
     assert logprobs == pytest.approx(list(sample.logprobs), abs=1e-5)
     assert reply["meta_info"]["finish_reason"]["type"] == sample.finish_reason
-
-
-CHANGES: list[JSON] = [
-    {"temperature": 0},
-    {"sampling_seed": 4},
-    {"top_p": 0.3},
-    {"top_k": 1},
-    {"min_p": 0.9},
-    {"repetition_penalty": 3.0},
-    {"presence_penalty": 2.0, "frequency_penalty": 2.0},
-    {"logit_bias": {"65": 50.0}},
-    {"max_new_tokens": 39},
-    {"ignore_eos": False, "logit_bias": {"257": 100.0}},
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_each_parameter_changes_the_sampled_tokens(server: Running, change: JSON) -> None:
-    plain = generate(server, HOT)["output_ids"]
-    assert generate(server, HOT)["output_ids"] == plain
-    assert generate(server, {**HOT, **change})["output_ids"] != plain
-
-
-def test_request_fields(server: Running) -> None:
-    long = "a long prompt that fills more than one block of the cache" * 2
-    for key, cached in (("one", False), ("one", True), ("two", False)):
-        assert (generate(server, text=long, extra_key=key)["meta_info"]["cached_tokens"] > 0) is cached
-    masked = generate(server, {**HOT, "top_k": 2}, return_sampling_mask=True)["meta_info"]
-    assert [len(mask) for mask in masked["sampling_mask"]] == [2] * 40
-    special = {"logit_bias": {"256": 100.0}, "temperature": 0, "max_new_tokens": 2}
-    assert generate(server, special)["text"] == ""
-    assert generate(server, {**special, "skip_special_tokens": False})["text"] == "<|im_start|>" * 2
-    assert len(generate(server)["meta_info"]["id"]) == 32
-
-
-STRUCTURES: list[JSON] = [
-    {"regex": "[ab]{4}"},
-    {"ebnf": 'root ::= ("a" | "b") ("a" | "b") "ab"'},
-    {"json_schema": '{"enum": ["abab", "baba"]}'},
-    {"json_schema": {"enum": ["abab", "baba"]}},
-]
-
-
-@pytest.mark.parametrize("fields", STRUCTURES)
-def test_answer_has_the_requested_structure(server: Running, fields: JSON) -> None:
-    reply = generate(server, {**fields, "temperature": 1.0, "sampling_seed": 1})
-    assert re.fullmatch(r'"?[ab]{4}"?', reply["text"]), reply
-    assert reply["meta_info"]["finish_reason"]["type"] == "stop"
-
-
-WITHOUT_EFFECT: list[tuple[JSON, JSON]] = [
-    ({"spaces_between_special_tokens": True, "custom_params": None, "stop_regex": []}, {}),
-    ({"spaces_between_special_tokens": False, "custom_params": {}, "stream_interval": 4}, {"priority": 1}),
-    ({"custom_params": {"return_top_p_token_ids": False}}, {"data_parallel_rank": 1, "routed_dp_rank": 2}),
-    ({"json_schema": None, "regex": None, "ebnf": None, "stop": []}, {}),
-    ({}, {"log_metrics": True, "no_logs": True, "background": False}),
-    ({}, {"lora_path": None, "return_hidden_states": False, "image_data": None, "session_params": None}),
-]
-
-
-@pytest.mark.parametrize(("params", "fields"), WITHOUT_EFFECT)
-def test_field_without_effect_is_accepted(server: Running, params: JSON, fields: JSON) -> None:
-    assert generate(server, {**HOT, **params}, **fields)["output_ids"] == generate(server, HOT)["output_ids"]
 
 
 REFUSED: list[tuple[Any, JSON, str]] = [

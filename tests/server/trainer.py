@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams, Traini
 from nano_inference.server.config import ServerConfig
 from nano_inference.types import Delta, EngineRequest
 from tests.server.tiny import Running, running
+from tests.weights.plain_trainer import Named, Trainer
 
 LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
 """Greedy: K/V recomputed in other chunks may change a sampled token of this model."""
@@ -129,6 +131,35 @@ def held(server: Running) -> Iterator[None]:
         yield
     finally:
         hold.release()
+
+
+@contextmanager
+def posting(server: Running, path: str, body: Any) -> Iterator[Future[Any]]:
+    """POST from a thread: the reply arrives only after the broadcast or rendezvous."""
+    with ThreadPoolExecutor() as pool:
+        yield pool.submit(server.post, path, body)
+
+
+def joined(server: Running, trainer: Trainer, path: str, body: Any, port: int, name: str, num_servers: int = 1) -> Any:
+    """Return the reply to a request that joins a trainer's group, which listens at a port."""
+    with posting(server, path, body) as reply:
+        trainer.join(int(port), name, num_servers + 1)
+        trainer.wait()
+        return reply.result(60)
+
+
+def broadcast(
+    server: Running, trainer: Trainer, path: str, body: Any, names: Sequence[str], how: str = "send", *words: Any
+) -> Any:
+    """Announce tensors, broadcast them by an order of the trainer, and return the reply."""
+    with posting(server, path, body) as reply:
+        trainer.begin(how, list(names), *words)
+        trainer.wait()
+        return reply.result(60)
+
+
+def good_names(named: Named) -> list[str]:
+    return [name for name in named if name != "short"]
 
 
 def until(server: Running, condition: Callable[[], object]) -> None:
