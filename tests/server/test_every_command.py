@@ -21,7 +21,6 @@ PLAIN: Mapping[str, Any] = MappingProxyType(
     {"master_address": "127.0.0.1", "master_port": 4321, "rank_offset": 1, "world_size": 2, "group_name": "g"}
 )
 TENSOR = ("model.norm.weight", 32)
-BUCKET_BODY: Mapping[str, Any] = MappingProxyType({"names": [TENSOR[0]], "shapes": [[32]], "dtypes": ["float32"]})
 
 
 @pytest.fixture(scope="module")
@@ -59,53 +58,16 @@ def groups(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tu
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/init_weights_update_group"])
-@pytest.mark.parametrize(
-    "field",
-    [
-        *({"master_address": "localhost"}, {"master_port": 9876}, {"rank_offset": 2, "world_size": 3}),
-        *({"world_size": 5}, {"group_name": "other"}, {"backend": "nccl"}),
-    ],
-    ids=lambda field: next(iter(field)),
-)
-def test_group_is_joined_with_given_fields(
-    server: Running, groups: list[tuple[Any, ...]], path: str, field: dict[str, Any]
-) -> None:
-    asked = {**PLAIN, "backend": "gloo", **field}
-    for body in ({**PLAIN, "backend": "gloo"}, asked):
-        ok(server.post(path, {"init_info": body} if "transfer" in path else body))
+def test_group_is_joined_with_given_fields(server: Running, groups: list[tuple[Any, ...]], path: str) -> None:
     names = ("group_name", "master_address", "master_port", "rank_offset", "world_size", "backend")
-    assert groups[1] == tuple(asked[name] for name in names) != groups[0]
+    asked = dict(zip(names, ("other", "localhost", 9876, 2, 5, "nccl"), strict=True))
+    ok(server.post(path, {"init_info": asked} if "transfer" in path else asked))
+    assert groups == [tuple(asked.values())]
 
 
 def test_group_has_default_name_and_backend(server: Running, groups: list[tuple[Any, ...]]) -> None:
     ok(server.post("/init_weights_update_group", {name: PLAIN[name] for name in PLAIN if name != "group_name"}))
     assert (groups[0][0], groups[0][-1]) == ("weight_update_group", "gloo")
-
-
-@pytest.mark.parametrize("name", ["mine", None])
-def test_update_part_is_received_from_named_group(
-    server: Running, groups: list[tuple[Any, ...]], name: str | None
-) -> None:
-    ok(server.post("/start_weight_update", {}))
-    info = {"names": [TENSOR[0]], "shapes": [[32]], "dtype_names": ["float32"], "group_name": name}
-    ok(server.post("/update_weights", {"update_info": info}))
-    assert groups == [(name or "weight_update_group", [TENSOR[0]], ["float32"], [[32]])]
-    refused(server.post("/finish_weight_update", {}), 400, "lacks")
-
-
-def test_bucket_update_can_abort_running_requests(server: Running, groups: list[tuple[Any, ...]]) -> None:
-    for aborts, reason in ((True, "abort"), (False, "length"), (None, "length")):
-        stream = Stream(server).started()
-        ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, "abort_all_requests": aborts}))
-        assert stream.result().finish_reason == reason
-
-
-def test_ignored_bucket_fields_change_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
-    prompt = tuple(range(1, 101))
-    Stream(server, prompt, SHORT).result()
-    taken = {"flush_cache": False, "torch_empty_cache": True}
-    ok(server.post("/update_weights_from_distributed", {**BUCKET_BODY, **taken}))
-    assert Stream(server, prompt, SHORT).result().num_cached_tokens == 0
 
 
 IGNORED: Mapping[str, Any] = MappingProxyType(
@@ -139,33 +101,6 @@ def test_disk_update_reads_pytorch_model_bin(server: Running, shelf: Path, tiny_
     assert server.on_engine(server.opened.engine.weights_checksum) != checksum
     ok(server.post("/update_weights_from_disk", {"model_path": "pickled"}))
     assert server.on_engine(server.opened.engine.weights_checksum) == checksum
-
-
-@pytest.mark.parametrize("tag", ["weights", "kv_cache"])
-def test_named_memory_is_restored_alone(server: Running, tag: str) -> None:
-    engine = server.opened.engine
-    other = {"weights": "kv_cache", "kv_cache": "weights"}[tag]
-    for released, resumed, is_asleep in (([tag], [tag], False), ([tag, other], [tag], True), ([tag], [other], True)):
-        ok(server.post("/release_memory_occupation", {"tags": released}))
-        assert server.on_engine(lambda: engine.is_asleep)
-        ok(server.post("/resume_memory_occupation", {"tags": resumed}))
-        assert server.on_engine(lambda: engine.is_asleep) is is_asleep
-        ok(server.post("/resume_memory_occupation", {}))
-    assert not server.on_engine(lambda: engine.is_asleep)
-
-
-def test_ignored_group_fields_change_nothing(server: Running, groups: list[tuple[Any, ...]]) -> None:
-    taken = {"packed": False, "packed_buffer_size_bytes": 1 << 20, "packed_num_buffers": 2}
-    for more in ({}, taken):
-        ok(server.post("/init_weight_transfer_engine", {"init_info": {**PLAIN, "backend": "gloo", **more}}))
-    assert groups[0] == groups[1]
-    groups.clear()
-    for more in ({}, taken):
-        ok(server.post("/start_weight_update", {}))
-        info = {"names": [TENSOR[0]], "shapes": [[32]], "dtype_names": ["float32"], **more}
-        ok(server.post("/update_weights", {"update_info": info}))
-        refused(server.post("/finish_weight_update", {}), 400, "lacks")
-    assert groups[0] == groups[1]
 
 
 @pytest.mark.parametrize("form", UPDATE_FORMS)

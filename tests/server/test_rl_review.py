@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 from nano_inference.server.trainers import places
 from nano_inference.server.trainers.context import client_error
@@ -106,34 +105,11 @@ def test_busy_error_names_the_paths_that_end_an_open_update(server: Running, pat
     ok(server.post("/start_weight_update", {}))
 
 
-def test_first_error_is_raised_when_closing_the_source_fails_too(server: Running) -> None:
-    has_ended = threading.Event()
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        try:
-            yield "model.nothing.weight", torch.zeros(1)
-        except GeneratorExit:
-            has_ended.set()
-            raise WeightError("the broadcast failed") from None
-
-    with pytest.raises(WeightError, match="no such tensor"):
-        server.on_engine(lambda: server.opened.engine.update_weights(source(), blocking=True))
-    assert has_ended.is_set()
-
-
 def test_release_without_memory_tag_has_no_effect(server: Running) -> None:
     for path in ("/release_memory_occupation", "/resume_memory_occupation"):
         assert ok(server.post(path, {"tags": ["cuda_graph"]}))["success"] is True
         assert not is_asleep(server) and not is_sleeping(server)
     assert Stream(server, params=SHORT).result().finish_reason == "length"
-
-
-def test_resume_without_memory_tag_does_not_wake(server: Running) -> None:
-    ok(server.post("/release_memory_occupation", {}))
-    ok(server.post("/resume_memory_occupation", {"tags": ["cuda_graph"]}))
-    assert is_asleep(server) and is_sleeping(server)
-    ok(server.post("/resume_memory_occupation", {}))
-    assert not is_asleep(server) and not is_sleeping(server)
 
 
 def test_failed_wake_can_be_retried(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +123,6 @@ def test_failed_wake_can_be_retried(server: Running, monkeypatch: pytest.MonkeyP
     assert is_asleep(server) and is_sleeping(server)
     assert ok(server.post("/wake_up", {}))["status"] == "awake"
     assert not is_asleep(server) and not is_sleeping(server)
-
-
-def test_wake_up_after_engine_sleep_from_python(server: Running) -> None:
-    server.on_engine(server.opened.engine.sleep)
-    ok(server.post("/wake_up", {}))
-    assert not is_asleep(server)
 
 
 @pytest.mark.parametrize("path", ["/resume", "/continue_generation"])
@@ -196,19 +166,6 @@ def test_client_error(error: Exception, status: int, part: str) -> None:
     assert found.status == status and part in found.message
 
 
-@pytest.mark.parametrize(("error", "status"), [(EnginePaused("it sleeps"), 409), (RuntimeError("a defect"), 500)])
-def test_command_failure_becomes_error_reply(
-    server: Running, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
-) -> None:
-    def fail() -> None:
-        raise error
-
-    monkeypatch.setattr(server.opened.engine, "flush_cache", fail)
-    reply = server.post("/flush_cache", {})
-    refused(reply, status, "internal server error" if status == 500 else "it sleeps")
-    assert status == 500 or reply.json()["success"] is False
-
-
 def test_abort_with_empty_list_aborts_nothing_and_null_aborts_all(server: Running) -> None:
     stream = Stream(server).started()
     assert ok(server.post("/abort_requests", {"request_ids": []}))["num_aborted"] == 0
@@ -225,16 +182,6 @@ def test_required_field_may_be_a_query_parameter(server: Running, text: str, bod
     path = f"/update_weight_version?new_version={text}"
     reply = ok(server.client.post(path) if body is None else server.post(path, body))
     assert reply["new_version"] == reply["weight_version"] == text
-
-
-@pytest.mark.parametrize(("text", "is_free"), [("ON", True), ("0", False)])
-def test_query_booleans(server: Running, text: str, is_free: bool) -> None:
-    stream = Stream(server).started()
-    ok(server.client.post(f"/pause?mode=keep&clear_cache={text}"))
-    kv = server.opened.engine.parts.kv
-    assert server.on_engine(lambda: kv.num_free_blocks() == kv.num_blocks) is is_free
-    ok(server.post("/resume", {}))
-    assert stream.result().finish_reason == "length"
 
 
 def test_query_and_body_are_merged(server: Running) -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nano_inference.server.errors import ApiError
-from nano_inference.server.trainers.places import place_of, weights_root
+from nano_inference.server.trainers.places import place_of, weights_below, weights_root
 from tests.server.tiny import Running
 from tests.server.trainer import (
     LONG,
@@ -149,9 +148,7 @@ def first_name(tensors: dict[str, torch.Tensor]) -> str:
 CORRUPTIONS: dict[str, tuple[Change, str]] = {
     "name": (lambda t: t.update({"model.wrong.weight": t.pop(first_name(t))}), "model.wrong.weight"),
     "shape": (lambda t: t.update({first_name(t): torch.zeros(3)}), "has the shape (3,)"),
-    "missing": (lambda t: t.pop(first_name(t)), "lacks 1 tensors"),
     "nan": (lambda t: t[first_name(t)].view(-1)[-1].fill_(float("nan")), "NaN"),
-    "dtype": (lambda t: t.update({first_name(t): t[first_name(t)].to(torch.int8)}), "dtype"),
 }
 
 
@@ -162,9 +159,7 @@ def assert_old_weights_serve(server: Running, before: str) -> None:
     assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"), [*((kind, "prime-rl") for kind in CORRUPTIONS), ("truncated", "sglang"), ("no header", "sglang")]
-)
+@pytest.mark.parametrize(("kind", "form"), [*((kind, "prime-rl") for kind in CORRUPTIONS), ("truncated", "sglang")])
 def test_invalid_weights_leave_the_old_ones_in_use(
     kind: str, form: str, steady: Running, shelf: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -177,8 +172,8 @@ def test_invalid_weights_leave_the_old_ones_in_use(
     else:
         shutil.copytree(shelf / "one", target)
         data = (target / "model.safetensors").read_bytes()
-        (target / "model.safetensors").write_bytes(data[:-1000] if kind == "truncated" else b"12")
-        part = "truncated" if kind == "truncated" else "header"
+        (target / "model.safetensors").write_bytes(data[:-1000])
+        part = "truncated"
     stream = Stream(steady).started()
     path, body = FORMS[form]
     response = steady.post(path, body(target.name))
@@ -217,21 +212,17 @@ def outside(shelf: Path, tiny_directory: Path, tmp_path_factory: pytest.TempPath
 PLACES = [
     ("{away}", 403, "leads outside"),
     ("/", 403, "leads outside"),
-    ("{shelf}/../outside/away", 400, ".."),
     ("../away", 400, ".."),
-    ("one/..", 400, ".."),
     ("link", 403, "leads outside"),
     ("files", 403, "leads outside"),
     ("shards", 403, "leads outside"),
     ("indexed", 403, "leads outside"),
     ("loop", 400, "model_path"),
     ("missing", 400, "no directory of that name below --weights-dir, to which names are relative"),
-    ("file", 400, "no directory"),
     ("empty", 400, "no safetensors"),
     ("pickled", 400, "no safetensors"),
     ("one\0", 400, "zero byte"),
     ("x" * 5000, 400, "model_path"),
-    ("{shelf}", 400, "no safetensors"),
 ]
 
 
@@ -243,6 +234,7 @@ def test_only_directories_below_weights_dir_are_accepted(
     with pytest.raises(ApiError, match=re.escape(part)) as found:
         place_of(weights_root(str(shelf)), path, "model_path")
     assert (found.value.status, found.value.param) == (status, "model_path")
+    assert place_of(weights_root(str(shelf)), "inner", "model_path") == (shelf / "one").resolve()
 
 
 def test_a_directory_elsewhere_is_refused(steady: Running, outside: Path) -> None:
@@ -253,13 +245,7 @@ def test_a_directory_elsewhere_is_refused(steady: Running, outside: Path) -> Non
     assert ok(steady.client.get("/weight_info"))["version"] == 0
 
 
-def test_link_within_weights_dir_is_followed(shelf: Path, outside: Path) -> None:
-    assert place_of(weights_root(str(shelf)), "inner", "model_path") == (shelf / "one").resolve()
-
-
 def test_file_replaced_by_a_link_while_read_is_detected(shelf: Path, outside: Path, tmp_path: Path) -> None:
-    from nano_inference.server.trainers.places import weights_below
-
     root = tmp_path.resolve()
     shutil.copytree(shelf / "one", root / "one")
     pairs = weights_below(root, root / "one")
@@ -275,11 +261,8 @@ def test_directory_without_weights_dir_is_refused(tiny_directory: Path, shelf: P
         refused(one.post("/update_weights_from_disk", {"model_path": str(shelf / "one")}), 403, "--weights-dir")
     with pytest.raises(ApiError):
         place_of(None, "one", "model_path")
-
-
-def test_weights_dir_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights_dir is not a directory"):
-        weights_root(str(tmp_path / "missing"))
+        weights_root(str(shelf / "missing"))
     assert weights_root(None) is None
 
 
@@ -434,34 +417,15 @@ def staging(server: Running) -> bool:
     return bool(server.opened.engine.weight_info().update != "idle")
 
 
-def test_shutdown_of_transfer_aborts_an_open_update(server: Running) -> None:
-    ok(server.post("/start_weight_update", {}))
-    ok(server.post("/shutdown_weight_transfer_engine", {}))
-    refused(server.post("/finish_weight_update", {}), 400, "no update is open")
-    assert ok(server.post("/update_weights_from_disk", {"model_path": "one"}))["version"] == 1
-
-
-def test_server_keeps_serving_after_the_updating_client_disconnects(server: Running) -> None:
-    client = httpx2.Client(base_url=server.url, timeout=60)
-    ok(client.post("/start_weight_update", json={}))
-    client.close()
-    assert Stream(server, params=SHORT).result().token_versions == (0,) * 8
-    refused(server.post("/finish_weight_update", {}), 400, "lacks")
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "part"),
     [
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "is_checkpoint_format"),
         ("/update_weights", {}, 400, "no update is open"),
-        ("/update_weights", {"update_info": {}}, 400, "no update is open"),
         ("/update_weights", {"update_info": {"packed": 1}}, 400, "packed"),
         ("/update_weights", {"update_info": {"ipc_handles": [1]}}, 501, "ipc_handles"),
         ("/update_weights", {"update_info": {"weight_dir": "one", "path": "one"}}, 400, "one directory"),
         ("/update_weights", {"weight_dir": "one", "update_info": {"names": ["a"]}}, 400, "one directory"),
-        ("/update_weights", {"weight_dir": 1}, 400, "weight_dir"),
-        ("/finish_weight_update", {}, 400, "no update is open"),
-        ("/update_weights_from_disk", {}, 400, "model_path"),
         ("/update_weights_from_disk", {"model_path": "one", "load_format": "dummy"}, 400, "load_format"),
         ("/update_weights_from_disk", {"model_path": "one", "weight_version": 1.5}, 400, "weight_version"),
         ("/update_weights_from_disk", {"model_path": "one", "abort_all_requests": 1}, 400, "abort_all_requests"),

@@ -105,19 +105,6 @@ def test_each_bucket_is_an_update(
     assert checksum(server) == whole
 
 
-def test_fields_without_effect_are_accepted(server: Running, trainer: SharedTrainer) -> None:
-    for field in ("flush_cache", "torch_empty_cache", "disable_draft_model"):
-        ok(send(server, trainer.serialize("list", "model.norm.weight"), **{field: False}))
-
-
-def test_running_requests_may_be_aborted(server: Running, trainer: SharedTrainer) -> None:
-    for aborts, reason in ((True, "abort"), (None, "length")):
-        text = trainer.serialize("list", "model.norm.weight")
-        stream = Stream(server).started()
-        ok(send(server, text, abort_all_requests=aborts))
-        assert stream.result().finish_reason == reason
-
-
 def test_shared_memory_is_released(
     server: Running, named: dict[str, torch.Tensor], good: list[str], tmp_path: Path
 ) -> None:
@@ -224,13 +211,13 @@ HOSTILE: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("is_bucket", [False, True])
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_pickle_is_refused(kind: str, is_bucket: bool) -> None:
+def test_hostile_pickle_is_refused(kind: str) -> None:
     text, part = HOSTILE[kind]
-    with pytest.raises(WeightError, match=f"{FIELD}.*" + ("" if is_bucket else re.escape(part))) as found:
-        list(shared_weights(text, is_bucket=is_bucket, field=FIELD))
-    assert "\n" not in str(found.value) and len(str(found.value)) < 300 and not Path(SENTINEL).exists()
+    for is_bucket, said in ((False, re.escape(part)), (True, "")):
+        with pytest.raises(WeightError, match=f"{FIELD}.*{said}") as found:
+            list(shared_weights(text, is_bucket=is_bucket, field=FIELD))
+        assert "\n" not in str(found.value) and len(str(found.value)) < 300 and not Path(SENTINEL).exists()
 
 
 def test_hostile_pickle_leaves_the_old_weights(server: Running) -> None:
