@@ -1,4 +1,4 @@
-"""Keys of the trainer routes: admin keys, ordinary keys, web pages, and checks at server start."""
+"""Keys of the trainer routes: admin keys, ordinary keys, web pages, spellings of paths, and checks at server start."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_command_needs_an_admin_key(server: Running) -> None:
     assert failures(check, zip(sorted(ADMIN_PATHS))) == []
 
 
-@pytest.mark.parametrize("path", sorted(QUESTIONS))
-def test_query_needs_an_ordinary_key(server: Running, path: str) -> None:
-    refused(server.client.get(path), 401)
-    for key in (KEY, ADMIN):
-        assert server.client.get(path, headers=bearer(key)).status_code == 200
+def test_question_needs_an_ordinary_key(server: Running) -> None:
+    for path in sorted(QUESTIONS):
+        refused(server.client.get(path), 401)
+        for key in (KEY, ADMIN):
+            assert server.client.get(path, headers=bearer(key)).status_code == 200
 
 
 def test_admin_key_is_accepted_on_ordinary_routes(server: Running) -> None:
@@ -149,15 +149,33 @@ def test_admin_keys_are_read_from_option_and_file(tmp_path: Path) -> None:
     [
         ({"weights_dir": "here"}, "weights_dir is for a trainer: it needs enable_rl"),
         ({"admin_key": ("admin-key-1",)}, "admin_key is for a trainer: it needs enable_rl"),
-        ({"admin_key_file": "keys"}, "admin_key_file is for a trainer: it needs enable_rl"),
         ({"weights_dir": "", "enable_rl": True}, "weights_dir"),
-        ({"weights_dir": 1, "enable_rl": True}, "weights_dir"),
         ({"enable_rl": 1}, "enable_rl"),
         ({"weight_timeout": 0}, "weight_timeout"),
-        ({"weight_timeout": 1e9}, "weight_timeout"),
         ({"admin_key": "one-text"}, "admin_key"),
     ],
 )
 def test_invalid_options_are_named(fields: dict[str, Any], part: str) -> None:
     with pytest.raises(ValueError, match=part):
         ServerConfig(**fields)
+
+
+@pytest.mark.parametrize("path", ["/pause", "/v1/load_lora_adapter"])
+def test_no_spelling_of_a_command_bypasses_the_admin_key(server: Running, path: str) -> None:
+    """A router might match a path with a trailing line break, which is not in `ADMIN_PATHS`."""
+    spelled = (path, path + "%0A", path + "%0a%0a", path + "%0D", path + "%00", path + "%7F", path + "/", path.upper())
+    for one in (*spelled, "/" + path, "/." + path, path.replace("/", "/%2e/", 1), path + "%3F", path + ";x=1"):
+        for method in ("POST", "GET", "PUT", "HEAD", "OPTIONS"):
+            reply = server.client.request(method, server.url + one, headers={"authorization": f"Bearer {KEY}"}, json={})
+            assert reply.status_code in (400, 403, 404, 405, 415), (one, method, reply.status_code)
+    assert server.client.get("/is_paused", headers={"authorization": f"Bearer {KEY}"}).json()["is_paused"] is False
+
+
+def test_guard_errors_have_the_form_of_the_dialect(server: Running) -> None:
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    reply = server.post("/v1/messages", body)
+    assert reply.status_code == 401 and reply.json()["type"] == "error"
+    assert reply.json()["error"]["type"] == "authentication_error"
+    assert server.client.get("/v1/messages", headers={"x-api-key": KEY}).json()["type"] == "error"
+    assert "detail" in server.post("/chat/completions", body).json()
+    assert server.post("/v1/completions", {"prompt": "x"}).json()["error"]["code"] == "invalid_api_key"

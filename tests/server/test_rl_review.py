@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 from nano_inference.server.trainers import places
 from nano_inference.server.trainers.context import client_error
 from nano_inference.server.trainers.groups import JOINING
+from nano_inference.server.trainers.updates import Feed
 from nano_inference.types import BadRequest, EngineDead, EnginePaused, UpdateBusy, WeightError
 from nano_inference.weights import plain
 from tests.server.tiny import Running
@@ -305,3 +307,51 @@ def test_group_that_connects_after_cancellation_is_closed(
     may_connect.set()
     assert is_closed.wait(60)
     refused(server.post("/destroy_weights_update_group", {}), 400, "no group")
+
+
+def broken(closed: list[str]) -> Iterator[tuple[str, Any]]:
+    try:
+        yield "b", 2
+        raise ValueError("it cannot be read")
+    finally:
+        closed.append("broken")
+
+
+def test_future_is_true_for_consumed_source_and_false_for_others() -> None:
+    closed: list[str] = []
+
+    async def work() -> None:
+        feed = Feed()
+        consumed, failed, left = feed.put(iter([("a", 1)])), feed.put(broken(closed)), feed.put(iter([("c", 3)]))
+        pairs: list[tuple[str, Any]] = []
+        with pytest.raises(ValueError, match="cannot be read"):
+            await asyncio.to_thread(lambda: pairs.extend(feed.pairs()))
+        assert pairs == [("a", 1), ("b", 2)] and closed == ["broken"]
+        assert [await one for one in (consumed, failed, left)] == [True, False, False]
+
+    asyncio.run(work())
+
+
+def test_end_stops_pairs_and_abort_raises() -> None:
+    async def work() -> None:
+        whole, aborted = Feed(), Feed()
+        futures = [whole.put(iter([("a", 1)])), aborted.put(iter([("a", 1)]))]
+        whole.end()
+        aborted.abort("the trainer left")
+        late = aborted.put(iter([("b", 2)]))
+        assert await asyncio.to_thread(lambda: list(whole.pairs())) == [("a", 1)]
+        with pytest.raises(WeightError, match="the trainer left"):
+            await asyncio.to_thread(lambda: list(aborted.pairs()))
+        assert [await one for one in (*futures, late)] == [True, True, False]
+
+    asyncio.run(work())
+
+
+def test_pairs_after_the_event_loop_is_closed() -> None:
+    async def put() -> Feed:
+        feed = Feed()
+        feed.put(iter([("a", 1)]))
+        feed.end()
+        return feed
+
+    assert list(asyncio.run(put()).pairs()) == [("a", 1)]

@@ -32,7 +32,9 @@ ASK: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def rollouts(tiny_directory: Path) -> Iterator[Running]:
     """A server with --enable-rl."""
-    with mounted(tiny_directory, NANOCHATS, config=ServerConfig(port=0, log_requests=False, enable_rl=True)) as one:
+    with mounted(
+        tiny_directory, NANOCHATS, config=ServerConfig(port=0, log_requests=False, enable_rl=True), lineage="pool-1"
+    ) as one:
         yield one
 
 
@@ -134,3 +136,35 @@ def test_other_dialects_return_masks_and_versions(rollouts: Running) -> None:
     assert rollouts.post("/v1/embeddings", {"input": ["x", "y"]}).json()["weight_versions"] == [0, 0]
     claude = {**chat, "model": "tiny"}
     assert rollouts.post("/v1/messages", claude).json()["weight_versions"][0]["version"] == "0"
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+DRAW: dict[str, Any] = {"max_tokens": 3, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+
+
+def test_replies_and_rl_routes_return_lineage(rollouts: Running) -> None:
+    for path, body in ((TEXT, {"prompt": "Hi"}), (CHAT, {"messages": MESSAGES})):
+        choice = rollouts.post(path, DRAW | body).json()["choices"][0]
+        assert choice["lineage"] == "pool-1" and choice["weight_versions"][0]["number"] == 0
+        chunks = rollouts.events(path, DRAW | body | {"stream": True})
+        assert [one["choices"][0].get("lineage") for one in chunks if one != "[DONE]"][-1] == "pool-1"
+    sglang = rollouts.post("/generate", {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}).json()
+    assert sglang["meta_info"]["lineage"] == "pool-1"
+    vllm = rollouts.post("/inference/v1/generate", {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}).json()
+    assert vllm["choices"][0]["lineage"] == "pool-1"
+    assert rollouts.post("/v1/embeddings", {"input": "x"}).json()["lineage"] == "pool-1"
+    for path in ("/weight_info", "/get_model_info", "/is_paused"):
+        assert rollouts.client.get(path).json()["lineage"] == "pool-1", path
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(TEXT, {"prompt": [72, 105]}), (CHAT, {"messages": MESSAGES, "answer_token_ids": [72, 105]})]
+)
+def test_tokens_of_another_lineage_are_refused(rollouts: Running, path: str, body: dict[str, Any]) -> None:
+    refused = rollouts.post(path, DRAW | body | {"lineage": "pool-2"})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "lineage"
+    assert all(part in error["message"] for part in ("'pool-2'", "'pool-1'", "--lineage"))
+    assert rollouts.post(path, DRAW | body | {"lineage": "pool-1"}).status_code == 200
+    assert rollouts.post(path, DRAW | body).status_code == 200

@@ -16,7 +16,7 @@ import pytest
 
 from nano_inference.server.config import ServerConfig, SettingError
 from nano_inference.server.engine_link import LoadedModel
-from nano_inference.server.run import Listener, bind, serve
+from nano_inference.server.run import Listener, Shutdown, bind, serve
 from tests.server.tiny import opened
 
 CONFIG = ServerConfig(port=0, log_requests=False)
@@ -137,3 +137,31 @@ def test_failed_listener_shuts_down(tiny_directory: Path, monkeypatch: pytest.Mo
         if thread.name == "engine":  # a loading engine ends after loading
             thread.join(60)
             assert not thread.is_alive()
+
+
+def test_the_second_signal_forces_a_shutdown() -> None:
+    async def work() -> None:
+        shutdown = Shutdown()
+        for forced in (False, True):
+            shutdown.on_signal()
+            assert (shutdown.requested.is_set(), shutdown.forced.is_set()) == (True, forced)
+
+    asyncio.run(work())
+
+
+def test_a_signal_ends_work_that_has_not_ended_before() -> None:
+    async def fail() -> None:
+        raise OSError("no model")
+
+    async def work() -> None:
+        shutdown = Shutdown()
+        assert await shutdown.comes_after(asyncio.sleep(0)) is True
+        with pytest.raises(OSError, match="no model"):
+            await shutdown.comes_after(fail())
+        endless = asyncio.ensure_future(asyncio.Event().wait())
+        asyncio.get_running_loop().call_soon(shutdown.on_signal)
+        assert await shutdown.comes_after(endless) is False
+        with pytest.raises(asyncio.CancelledError):
+            await endless
+
+    asyncio.run(work())
