@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,3 +46,33 @@ def steps_of(server: Running) -> SteppedEngine:
     """Return the engine of a server that was opened with `stepped`."""
     assert isinstance(server.opened.engine, SteppedEngine)
     return server.opened.engine
+
+
+class Gate:
+    """Blocks the engine after `free_steps` steps until `open` is called."""
+
+    def __init__(self, server: Running, *, free_steps: int = 0) -> None:
+        self.num_steps = 0
+        self._free_steps = free_steps
+        self._is_open = threading.Event()
+        self.is_blocked = threading.Event()
+        """Set when a step waits; the deltas of earlier steps have been sent to the loop."""
+        steps_of(server).before_step = self.before_step
+
+    def before_step(self) -> None:
+        if self.num_steps >= self._free_steps:
+            self.is_blocked.set()
+            assert self._is_open.wait(60), "the test did not open the gate"
+        self.num_steps += 1
+
+    def open(self) -> None:
+        self._is_open.set()
+
+
+@contextmanager
+def gated(server: Running, **options: Any) -> Iterator[Gate]:
+    gate = Gate(server, **options)
+    try:
+        yield gate
+    finally:
+        gate.open()

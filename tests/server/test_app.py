@@ -15,7 +15,6 @@ import tracemalloc
 import urllib.parse
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +26,10 @@ import transformers
 
 import nano_inference
 from nano_inference import InferenceEngine, SamplingParams
-from nano_inference.async_engine import DrivenEngine
 from nano_inference.server.config import ServerConfig
-from nano_inference.server.engine_link import LoadedModel
-from nano_inference.types import StepResult
 from tests.server.mounted import engine_sample, ids
-from tests.server.tiny import Running, opened, running
+from tests.server.stepped import gated, stepped
+from tests.server.tiny import Running, running
 
 COMPLETE = "/v1/completions"
 CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
@@ -295,25 +292,12 @@ def test_streams_equal_complete_replies(server: Running) -> None:
 ERRORS: list[tuple[str, Any, int, str | None, str | None, str]] = [
     (COMPLETE, {}, 400, "prompt", None, "prompt: field required"),
     (COMPLETE, [], 400, None, "invalid_json", "must be a JSON object"),
-    (CHAT, {"messages": []}, 400, "messages", None, "messages: list should have at least 1 item"),
-    (CHAT, {"messages": HELLO, "n": 17}, 400, "n", None, "n must be at most 16"),
     (CHAT, {"messages": HELLO, "model": "no/such"}, 404, "model", "model_not_found", "'no/such' does not exist"),
-    (COMPLETE, {"prompt": "a", "model": "x"}, 404, "model", "model_not_found", "'x' does not exist; served: tiny"),
-    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature", None, "greater than or equal to 0, got -1"),
-    (COMPLETE, {"prompt": [999]}, 400, "prompt", None, "token id 999 at position 0 is outside the vocabulary of 260"),
     (COMPLETE, {"prompt": "a" * 512}, 400, "prompt", "context_length_exceeded", "has 512 tokens"),
     (COMPLETE, {"prompt": "a", "suffix": "b"}, 400, "suffix", "unsupported_field", "suffix is not supported"),
-    (COMPLETE, {"prompt": "a", "prompt_embeds": "eA=="}, 400, "prompt_embeds", "unsupported_field", "prompt_embeds"),
-    (CHAT, {"messages": HELLO, "suffix": "x"}, 400, "suffix", "unsupported_field", "suffix is not supported"),
-    (COMPLETE, {"prompt": "a", "tools": [{}]}, 400, "tools", "unsupported_field", "tools is not supported"),
-    (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "tools.0.type", None, "field required"),
-    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", None, "must be a string"),
     ("/tokenize", {}, 400, "prompt", None, "exactly one of prompt, messages and content"),
-    ("/tokenize", {"prompt": "a", "content": "b"}, 400, "prompt", None, "exactly one of"),
     ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model", "model_not_found", "'x' does not exist"),
     ("/detokenize", {"tokens": [260]}, 400, "tokens", None, "token id 260 is not in the vocabulary"),
-    ("/detokenize", {"tokens": "a"}, 400, "tokens", None, "tokens: input should be a valid list"),
-    ("/apply-template", {}, 400, "messages", None, "messages: field required"),
 ]
 
 
@@ -337,22 +321,6 @@ def test_errors(
         assert (error["param"], error["code"]) == (param, code)
         for internal in ("Traceback", "0x", "site-packages", "nano_inference", ".py", str(Path.home())):
             assert internal not in reply.text
-
-
-@pytest.mark.parametrize("path", [COMPLETE, CHAT])
-def test_timings_of_an_answer(server: Running, path: str) -> None:
-    asked = {"prompt": "a"} if path == COMPLETE else {"messages": HELLO}
-    fields = {**asked, "max_tokens": 6, "ignore_eos": True, "timings_per_token": True}
-    whole = server.post(path, fields).json()
-    timings, usage = whole["timings"], whole["usage"]
-    assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"] and timings["predicted_n"] == 6
-    assert timings["prompt_ms"] > 0 and timings["predicted_per_second"] > 0
-    events = server.events(path, {**fields, "stream": True, "stream_options": {"include_usage": True}})[:-1]
-    if path == CHAT:
-        assert "timings" not in events.pop(0)
-    counts = [one["timings"]["predicted_n"] for one in events]
-    assert counts == sorted(counts) and counts[-1] == 6 and events[-1]["choices"] == []
-    assert "timings" not in server.post(path, {**fields, "timings_per_token": False}).json()
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
@@ -429,14 +397,12 @@ def test_chats_without_v1_and_a_model_are_nanochats_if_it_is_served() -> None:
         assert refused["error"]["message"].startswith("messages.0.role: ")
 
 
-def test_fingerprint_is_that_of_program_and_model(server: Running, tiny_directory: Path) -> None:
+def test_fingerprint_is_that_of_program_and_model(server: Running) -> None:
     body = {"messages": HELLO, "max_tokens": 1}
     first = server.post(CHAT, body).json()["system_fingerprint"]
     assert first.startswith(f"b{nano_inference.__version__}-")
     assert {one["system_fingerprint"] for one in server.events(CHAT, {**body, "stream": True})[:-1]} == {first}
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).json()["system_fingerprint"] == first
-    with running(tiny_directory, ServerConfig(port=0, served_model_name=("other",))) as other:
-        assert other.post(CHAT, body).json()["system_fingerprint"] != first
 
 
 def test_metrics_of_a_request_are_in_its_reply(tiny_directory: Path, server: Running) -> None:
@@ -497,38 +463,6 @@ def test_models(tiny_directory: Path) -> None:
         assert server.post(COMPLETE, {"prompt": "a", "model": "tiny"}).status_code == 404
 
 
-class BlockedEngine:
-    """An engine that steps only while its gate is open or `steps_left` > 0."""
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        self.gate = threading.Event()
-        self.steps_left = 0
-        self.is_blocked = threading.Event()
-        """Set when a step waits at the gate; the deltas of earlier steps have been sent to the loop."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def tick(self) -> StepResult:
-        if self.steps_left:
-            self.steps_left -= 1
-        else:
-            self.is_blocked.set()
-            assert self.gate.wait(60), "the test did not open the gate"
-        return self._engine.tick()
-
-
-def blocked(directory: Path, config: ServerConfig, **options: Any) -> LoadedModel:
-    one = opened(directory, config, **options)
-    return replace(one, engine=BlockedEngine(one.engine))
-
-
-def blocker_of(server: Running) -> BlockedEngine:
-    assert isinstance(server.opened.engine, BlockedEngine)
-    return server.opened.engine
-
-
 def wait_for(condition: Callable[[], bool], server: Running) -> None:
     """Poll /load until the condition is true; each request passes through the server's loop."""
     deadline = time.monotonic() + 60
@@ -540,12 +474,16 @@ def wait_for(condition: Callable[[], bool], server: Running) -> None:
 def test_requests_above_queue_limit_are_refused(tiny_directory: Path) -> None:
     """One may run and one may wait: two of ten concurrent requests are answered."""
     config = ServerConfig(port=0, log_requests=False, max_queued_requests=1)
-    with running(tiny_directory, config, blocked, max_batch_size=1) as server, ThreadPoolExecutor(10) as pool:
+    with (
+        running(tiny_directory, config, stepped, max_batch_size=1) as server,
+        gated(server) as gate,
+        ThreadPoolExecutor(10) as pool,
+    ):
         body = {"prompt": "a", "max_tokens": 2}
         answers: list[Future[Any]] = [pool.submit(server.post, COMPLETE, body) for _ in range(10)]
         wait_for(lambda: sum(one.done() for one in answers) == 8, server)
         assert server.client.get("/load").json()["server_load"] == 2
-        blocker_of(server).gate.set()
+        gate.open()
         replies = [one.result(60) for one in answers]
         assert sorted(one.status_code for one in replies) == [200] * 2 + [503] * 8
         for one in replies:
@@ -561,7 +499,11 @@ def test_requests_above_queue_limit_are_refused(tiny_directory: Path) -> None:
 
 def test_samples_of_a_call_are_admitted_together(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, log_requests=False, max_queued_requests=3, max_admitted_tokens=300)
-    with running(tiny_directory, config, blocked, max_batch_size=1) as server, ThreadPoolExecutor(4) as pool:
+    with (
+        running(tiny_directory, config, stepped, max_batch_size=1) as server,
+        gated(server) as gate,
+        ThreadPoolExecutor(4) as pool,
+    ):
         first = pool.submit(server.post, COMPLETE, {"prompt": "a", "max_tokens": 2})
         wait_for(lambda: server.client.get("/load").json()["server_load"] == 1, server)
         for stream in (False, True):
@@ -573,7 +515,7 @@ def test_samples_of_a_call_are_admitted_together(tiny_directory: Path) -> None:
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "too_many_tokens")
         second = pool.submit(server.post, COMPLETE, {"prompt": "a", "n": 3, "max_tokens": 2})
         wait_for(lambda: server.client.get("/load").json()["server_load"] == 2, server)
-        blocker_of(server).gate.set()
+        gate.open()
         assert first.result(60).status_code == 200
         assert len(second.result(60).json()["choices"]) == 3
         for body, param, says in (
@@ -599,13 +541,16 @@ def test_started_sample_ends_with_its_tokens_at_deadline(
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.02)
     body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "n": 2, "temperature": 1, "seed": 1}
     body |= {"stop": "never\x00", "return_token_ids": True}
-    with running(tiny_directory, config, blocked) as server, ThreadPoolExecutor(1) as pool:
-        blocker_of(server).steps_left = 6
+    with (
+        running(tiny_directory, config, stepped) as server,
+        gated(server, free_steps=6) as gate,
+        ThreadPoolExecutor(1) as pool,
+    ):
         if stream:
             streamed = pool.submit(server.events, COMPLETE, {**body, "stream": True})
         else:
             posted = pool.submit(server.post, COMPLETE, body)
-        assert blocker_of(server).is_blocked.wait(60)
+        assert gate.is_blocked.wait(60)
         server.on_loop(lambda: None)  # now the event loop has the deltas of every step
         hours[0] = 1
         if stream:
@@ -618,7 +563,7 @@ def test_started_sample_ends_with_its_tokens_at_deadline(
             texts = {one["index"]: one["text"] for one in ends}
         assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("length", "timeout")] * 2
         hours[0] = 0
-        blocker_of(server).gate.set()
+        gate.open()
         for one in server.post(COMPLETE, {**body, "max_tokens": 20}).json()["choices"]:
             written = texts[one["index"]]
             assert written and one["text"].startswith(written.rstrip("\ufffd")), (
@@ -637,29 +582,31 @@ def test_started_sample_ends_with_its_tokens_at_deadline(
 def test_a_body_is_not_kept_while_its_reply_is_streamed(tiny_directory: Path, path: str, body: dict[str, Any]) -> None:
     data = json.dumps({**body, "stream": True, "padding": "x" * (3 << 20)}).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
-    with running(tiny_directory, ServerConfig(port=0, log_requests=False), blocked) as server:
-        blocker_of(server).steps_left = 0
-        with socket.create_connection((server.client.base_url.host, server.client.base_url.port), timeout=60) as wire:
-            tracemalloc.start()
-            try:
-                wire.sendall(f"{head}\r\n\r\n".encode() + data)
-                assert wire.recv(15) == b"HTTP/1.1 200 OK"
-                assert blocker_of(server).is_blocked.wait(60)
-                # The reply starts a moment before its handler lets go of the body; then nothing moves.
-                deadline = time.monotonic() + 60
-                while tracemalloc.get_traced_memory()[0] >= 2 << 20 and time.monotonic() < deadline:
-                    gc.collect()
-                    time.sleep(0.01)
-                assert tracemalloc.get_traced_memory()[0] < 2 << 20
-            finally:
-                tracemalloc.stop()
-                blocker_of(server).gate.set()
+    with (
+        running(tiny_directory, make=stepped) as server,
+        gated(server) as gate,
+        socket.create_connection((server.client.base_url.host, server.client.base_url.port), timeout=60) as wire,
+    ):
+        tracemalloc.start()
+        try:
+            wire.sendall(f"{head}\r\n\r\n".encode() + data)
+            assert wire.recv(15) == b"HTTP/1.1 200 OK"
+            assert gate.is_blocked.wait(60)
+            # The reply starts a moment before its handler lets go of the body; then nothing moves.
+            deadline = time.monotonic() + 60
+            while tracemalloc.get_traced_memory()[0] >= 2 << 20 and time.monotonic() < deadline:
+                gc.collect()
+                time.sleep(0.01)
+            assert tracemalloc.get_traced_memory()[0] < 2 << 20
+        finally:
+            tracemalloc.stop()
+            gate.open()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_unstarted_request_is_refused_at_deadline(tiny_directory: Path, stream: bool) -> None:
     config = ServerConfig(port=0, log_requests=False, request_timeout=1.5)
-    with running(tiny_directory, config, blocked) as server:
+    with running(tiny_directory, config, stepped) as server, gated(server) as gate:
         body = {"prompt": "hello", "stream": stream}
         if stream:
             events = server.events(COMPLETE, body)
@@ -668,19 +615,19 @@ def test_unstarted_request_is_refused_at_deadline(tiny_directory: Path, stream: 
             reply = server.post(COMPLETE, body)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "timeout")
             assert reply.headers["x-should-retry"] == "false"
-        blocker_of(server).gate.set()
+        gate.open()
 
 
 def test_silent_stream_sends_keep_alive_comments(tiny_directory: Path) -> None:
     config = ServerConfig(port=0, log_requests=False, sse_keep_alive=0.05)
-    with running(tiny_directory, config, blocked) as server:
+    with running(tiny_directory, config, stepped) as server, gated(server) as gate:
         lines = []
         body = {"prompt": "hello", "max_tokens": 3, "stream": True}
         with server.client.stream("POST", COMPLETE, json=body) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 if lines.count(": keep-alive") == 2:
-                    blocker_of(server).gate.set()
+                    gate.open()
         assert lines.count(": keep-alive") >= 2
         assert lines[-2:] == ["data: [DONE]", ""] or lines[-1] == "data: [DONE]"
         data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -720,10 +667,7 @@ def test_unknown_field_name_is_truncated_in_log(server: Running, caplog: pytest.
     assert len(expected) == 1 and len(expected[0]) < 1000 and "more" in expected[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../../etc/passwd", "/etc/passwd", "..%2f..%2fetc", "%2e%2e/%2e%2e", "tiny/../tiny", "tiny\x00", "file:///tiny"],
-)
+@pytest.mark.parametrize("name", ["../../etc/passwd", "..%2f..%2fetc", "tiny\x00", "file:///tiny"])
 def test_model_field_never_opens_a_path(server: Running, name: str) -> None:
     """T25: a request can only name the served model, never a path."""
     refused = server.post("/v1/completions", {"model": name, "prompt": "a", "max_tokens": 1})
@@ -732,8 +676,7 @@ def test_model_field_never_opens_a_path(server: Running, name: str) -> None:
     with socket.create_connection((server.client.base_url.host, server.client.base_url.port), timeout=30) as wire:
         wire.sendall(f"GET /v1/models/{quoted} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         reply = b"".join(iter(lambda: wire.recv(65536), b""))
-    assert reply.startswith(b"HTTP/1.1 404 ")
-    assert b"root:" not in reply
+    assert reply.startswith(b"HTTP/1.1 404 ") and b"root:" not in reply
 
 
 @pytest.mark.parametrize("stream", [False, True])

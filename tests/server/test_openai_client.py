@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.log import ACCESS_LOGGER
-from tests.server.stepped import stepped, steps_of
+from tests.server.stepped import Gate, gated, stepped, steps_of
 from tests.server.tiny import Running, running
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -75,33 +75,6 @@ def answers() -> Iterator[list[tuple[int | None, str | None]]]:
     yield handler.answers
     logger.removeHandler(handler)
     logger.setLevel(before)
-
-
-class Gate:
-    """Blocks the engine after `free_steps` steps until `open` is called."""
-
-    def __init__(self, server: Running, *, free_steps: int = 0) -> None:
-        self.num_steps = 0
-        self._free_steps = free_steps
-        self._is_open = threading.Event()
-        steps_of(server).before_step = self.before_step
-
-    def before_step(self) -> None:
-        if self.num_steps >= self._free_steps:
-            assert self._is_open.wait(PATIENCE)
-        self.num_steps += 1
-
-    def open(self) -> None:
-        self._is_open.set()
-
-
-@contextmanager
-def gated(server: Running, **options: Any) -> Iterator[Gate]:
-    gate = Gate(server, **options)
-    try:
-        yield gate
-    finally:
-        gate.open()
 
 
 def test_streamed_chat_equals_the_whole_one(client: openai.OpenAI) -> None:
