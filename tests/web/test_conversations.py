@@ -40,56 +40,6 @@ def test_conversations_are_renamed_deleted_and_restored(chat: ChatDriver, fake: 
     chat.watch.assert_clean()
 
 
-BUSY = """() => {
-    indexedDB.open("nano-inference", 1).onsuccess = (event) => {
-        const messages = event.target.result.transaction("messages", "readwrite").objectStore("messages");
-        const again = () => { messages.count().onsuccess = again; window.isBusy = true; };
-        again();
-    };
-}"""
-"""Keeps the messages locked in the database until the page is closed, so that the page's own writes wait."""
-
-
-def test_change_that_waits_for_the_database_survives_a_reload(chat: ChatDriver, fake: FakeServer) -> None:
-    page = chat.page
-    answered(chat, fake, "About apples", "Red")
-    page.evaluate(BUSY)
-    chat.until("window.isBusy === true")
-    chat.press("Rename About apples")
-    page.get_by_label("Name of the conversation").fill("Fruit")
-    page.keyboard.press("Enter")
-    expect(page.locator(NAMES)).to_have_text(["Fruit"])
-    chat.type("And pears?")
-    page.reload()
-    chat.wait_until_ready()
-    expect(page.locator(NAMES)).to_have_text(["Fruit"])
-    expect(page.locator(".message.user .body").last).to_have_text("And pears?")
-    assert page.evaluate("Object.keys(localStorage).filter((key) => key.includes('unsaved')).length") == 0
-
-
-def test_unsaved_change_does_not_replace_a_later_one_or_restore_what_was_deleted(
-    chat: ChatDriver, fake: FakeServer
-) -> None:
-    page = chat.page
-    answered(chat, fake, "About apples", "Red")
-    old = page.evaluate(
-        """() => new Promise((done) => { indexedDB.open("nano-inference", 1).onsuccess = (event) => {
-            event.target.result.transaction("conversations").objectStore("conversations").getAll().onsuccess = (all) =>
-                done(all.target.result); }; })"""
-    )
-    chat.press("Rename About apples")
-    page.get_by_label("Name of the conversation").fill("Fruit")
-    page.keyboard.press("Enter")
-    expect(page.locator(NAMES)).to_have_text(["Fruit"])
-    gone = {**old[0], "id": "gone", "saved": old[0]["saved"] + 10**9}
-    message = {"id": "lost", "conversation": "gone", "parent": None, "tokens": [], "finish": None}
-    unsaved = json.dumps({"conversations": [*old, gone], "messages": [message]})
-    page.evaluate("(unsaved) => localStorage.setItem('nano-inference.unsaved.x', unsaved)", unsaved)
-    page.reload()
-    chat.wait_until_ready()
-    expect(page.locator(NAMES)).to_have_text(["Fruit"])
-
-
 def test_search_finds_titles_and_texts(chat: ChatDriver, fake: FakeServer) -> None:
     answered(chat, fake, "About apples", "They are red")
     chat.press("New chat")
@@ -138,7 +88,6 @@ def test_export_as_json_or_markdown_and_import(chat: ChatDriver, fake: FakeServe
     ("text", "complaint"),
     [
         ("{", "the file is not JSON"),
-        ('{"format": "other"}', 'the file has no format "nano-inference-chats"'),
         ('{"format": "nano-inference-chats", "chats": [{}]}', "chats[0] is not a conversation with messages"),
         (
             '{"format": "nano-inference-chats", "chats": [{"conversation": {"title": "a", "system": ""}, '

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -183,33 +182,6 @@ def test_numbers_equal_the_metrics(context: BrowserContext, server: Running) -> 
     facts = board.page.locator("#facts").inner_text().split("\n")
     info = server.client.get("/info").json()
     assert {info["server"], info["architecture"], "35,232", "512 tokens"} <= set(facts)
-    board.watch.assert_clean()
-
-
-KNOWN_QUANTILES = (
-    # Numbers of observations in the buckets up to 0.1, 0.2, 0.4 and infinity, and their quantiles.
-    ((100, 0, 0, 0), (0.05, 0.095, 0.099)),
-    ((50, 40, 10, 0), (0.1, 0.3, 0.38)),
-    ((0, 0, 4, 0), (0.3, 0.39, 0.398)),
-    ((1, 0, 0, 99), (0.4, 0.4, 0.4)),
-    ((0, 0, 0, 0), (None, None, None)),
-)
-
-
-def test_quantiles_of_known_histograms(context: BrowserContext, server: Running) -> None:
-    def text(counts: tuple[int, ...]) -> bytes:
-        name = "vllm:time_to_first_token_seconds_bucket"
-        sums = zip(("0.1", "0.2", "0.4", "+Inf"), accumulate(counts), strict=True)
-        lines = [f'{name}{{le="{bound}"}} {count}' for bound, count in sums]
-        return "\n".join(['vllm:num_requests_running{model_name="m"} 0', *lines, ""]).encode()
-
-    so_far: tuple[int, ...] = (7, 1, 900, 3)
-    board = Board(context, server, text(so_far)).freeze()
-    for counts, wanted in KNOWN_QUANTILES:
-        so_far = tuple(old + new for old, new in zip(so_far, counts, strict=True))
-        board.poll(text(so_far))
-        shown = board.chart("first")
-        assert shown == pytest.approx(dict(zip(QUANTILES, wanted, strict=True))), counts
     board.watch.assert_clean()
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from datetime import datetime, timedelta
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import expect
 
-from tests.web.chat_driver import ChatDriver, shown_text, started
+from tests.web.chat_driver import ChatDriver, shown_text
 from tests.web.fake import FakeServer
 from tests.web.test_states import TOAST
 
 DEFAULTS = {"temperature": 0.6, "top_p": 0.95, "min_p": 0.05, "top_k": 20, "max_tokens": 512}
-NAMES = ".chat-name"
 
 
 def chats(title: str) -> str:
@@ -22,23 +19,6 @@ def chats(title: str) -> str:
     conversation = {"title": title, "system": "", "chosen": {}, "created": 0}
     entries = [{"conversation": conversation, "messages": []}]
     return json.dumps({"format": "nano-inference-chats", "version": 1, "chats": entries})
-
-
-def test_conversations_are_grouped_by_date(chat: ChatDriver, tmp_path: Path) -> None:
-    now = datetime(2026, 3, 15, 12)
-    path = tmp_path / "chats.json"
-    for title, ago in {"Five": 100, "Four": 20, "Three": 5, "Two": 1, "One": 0}.items():
-        chat.page.clock.set_fixed_time(now - timedelta(days=ago))
-        path.write_text(chats(title))
-        chat.page.set_input_files("#file", path)
-        expect(chat.page.locator(NAMES).first).to_have_text(title)
-    chat.page.reload()
-    chat.wait_until_ready()
-    lines = [line for line in chat.page.locator("#chats").inner_text().splitlines() if line.strip()]
-    assert lines == [
-        *("Today", "One", "Yesterday", "Two", "Previous 7 days", "Three"),
-        *("Previous 30 days", "Four", "December 2025", "Five"),
-    ]
 
 
 def test_chat_defaults_are_sent_for_empty_settings(chat: ChatDriver, fake: FakeServer) -> None:
@@ -61,16 +41,6 @@ def test_chat_defaults_are_sent_for_empty_settings(chat: ChatDriver, fake: FakeS
     assert {name: body[name] for name in DEFAULTS} == {**DEFAULTS, "temperature": 0.1}
     assert "repetition_penalty" not in body
     expect(chat.fact("Settings")).to_contain_text("temperature 0.1, top-p 0.95")
-
-
-def test_errors_are_closed_after_continue(chat: ChatDriver, fake: FakeServer) -> None:
-    answer = started(chat, fake, "Hello", "Half")
-    answer.event({"error": {"message": "out of memory"}})
-    answer.raw(b"")
-    expect(chat.page.locator(TOAST)).to_contain_text("out of memory")
-    chat.press("Continue")
-    fake.answer().say(" whole")
-    expect(chat.page.locator(TOAST)).to_have_count(0)
 
 
 def test_saved_system_prompts(chat: ChatDriver, fake: FakeServer) -> None:
@@ -142,20 +112,3 @@ def test_size_limit_applies_to_all_files_together(chat: ChatDriver) -> None:
     attach(chat, "two.txt", b"x" * 40_000)
     expect(chat.page.locator(TOAST)).to_contain_text("at most 64 kB")
     expect(chat.page.locator("#attached li")).to_have_count(1)
-
-
-def drop(chat: ChatDriver, *files: tuple[str, str]) -> None:
-    """Drop files (name, content) onto the page one by one, without waiting."""
-    chat.page.evaluate(
-        """(files) => { for (const [name, text] of files) {
-            const dataTransfer = new DataTransfer();
-            dataTransfer.items.add(new File([text], name));
-            for (const kind of ["dragover", "drop"]) document.querySelector("main").dispatchEvent(
-                new DragEvent(kind, { dataTransfer, bubbles: true, cancelable: true })); } }""",
-        files,
-    )
-
-
-def test_dropped_file_is_attached(chat: ChatDriver) -> None:
-    drop(chat, ("drop.txt", "dropped"))
-    expect(chat.page.locator("#attached summary")).to_have_text("drop.txt, 7 bytes")

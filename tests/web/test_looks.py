@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, expect
 
 from tests.web.chat_driver import ChatDriver, answered, started
 from tests.web.fake import FakeServer
@@ -88,34 +88,6 @@ def test_axe_finds_no_violations(browser: Browser, fake: FakeServer, theme: str,
     found["text"] = axe_violations(page)
     context.close()
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-
-
-def inside(locator: Locator, width: int, height: int) -> bool:
-    box = locator.bounding_box()
-    return box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= height
-
-
-def test_phone_with_screen_keyboard(browser: Browser, fake: FakeServer) -> None:
-    context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)  # type: ignore[arg-type]
-    chat = ChatDriver(context, fake.url)
-    page = chat.page
-    page.fill("#draft", "Hello")
-    page.press("#draft", "Enter")
-    assert page.input_value("#draft") == "Hello\n", "Enter inserts a new line on touch screens"
-    page.tap("#send")
-    fake.answer().complete("```python\n", "x = 1234567890 * 1234567890 * 1234567890 * 1234567890\n", "```")
-    chat.wait_until_idle()
-    assert page.evaluate("document.documentElement.scrollWidth") == 360, "nothing overflows"
-    page.set_viewport_size({"width": 360, "height": 320})  # as with an open screen keyboard
-    chat.until("innerHeight === 320")
-    for selector in ("#draft", "#send", "#settings-open"):
-        assert inside(page.locator(selector), 360, 320), selector
-    assert page.evaluate("getComputedStyle(document.getElementById('draft')).fontSize") == "16px", "else iOS zooms in"
-    page.tap("#open-sidebar")
-    expect(page.locator("#new-chat")).to_be_visible()
-    page.tap("#new-chat")
-    expect(page.locator("#new-chat")).to_be_hidden()
-    context.close()
 
 
 def test_keyboard_shortcuts(chat: ChatDriver, fake: FakeServer) -> None:

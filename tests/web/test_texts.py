@@ -9,7 +9,7 @@ from playwright.sync_api import BrowserContext, expect
 
 from tests.server.tiny import running
 from tests.web.chat_driver import ChatDriver
-from tests.web.fake import TIMEOUT_S, FakeServer
+from tests.web.fake import FakeServer
 
 FIELD = "#text-field"
 
@@ -41,21 +41,6 @@ def test_base_model_continues_a_text(base: ChatDriver, fake: FakeServer) -> None
     base.press("Continue")
     assert fake.answer().body["prompt"] == "Once upon a time"
     base.watch.assert_clean()
-
-
-def test_continuation_is_stopped_and_undone(base: ChatDriver, fake: FakeServer) -> None:
-    page = base.page
-    for stop in (lambda: base.press("Stop"), lambda: page.keyboard.press("Escape")):
-        page.fill(FIELD, "Once")
-        base.press("Continue")
-        answer = fake.answer()
-        answer.write(" more")
-        expect(page.locator(FIELD)).to_have_value("Once more")
-        stop()
-        assert answer.gone.wait(TIMEOUT_S), "the request was not aborted"
-        expect(page.locator(FIELD)).to_be_editable()
-        base.press("Undo")
-        expect(page.locator(FIELD)).to_have_value("Once")
 
 
 def test_continuation_shows_tokens_and_alternatives(base: ChatDriver, fake: FakeServer) -> None:

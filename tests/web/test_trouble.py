@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
@@ -16,32 +14,6 @@ from tests.web.fake import TIMEOUT_S, FakeServer
 
 TOAST, NAMES = ".toast.bad", ".chat-name"
 FAILED = "Failed to load resource"
-
-
-GOOD: dict[str, Any] = {
-    "id": "a", "parent": None, "role": "assistant", "text": "Text", "parts": None, "finish": "stop", "error": None,
-    "tokens": [[1, "Text", -0.5, 0, [[1, "Text", -0.5], [2, "Other", -1.5]]]], "stats": None, "seed": 3,
-    "versions": [{"version": "0", "number": 0, "start": 0, "end": 1}], "created": 1,
-}  # fmt: skip
-
-
-def import_message(chat: ChatDriver, directory: Path, **fields: Any) -> None:
-    entry = {"conversation": {"title": "File", "system": ""}, "messages": [{**GOOD, **fields}]}
-    path = directory / "chats.json"
-    path.write_text(json.dumps({"format": "nano-inference-chats", "version": 1, "chats": [entry]}))
-    chat.page.set_input_files("#file", path)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"versions": [None]}, {"tokens": [[1, "a", "x", 0, []]]}, {"tokens": [[1, "a", 0, 0, [None]]]}, {"parts": [{}]}],
-)
-def test_import_refuses_malformed_messages(chat: ChatDriver, tmp_path: Path, fields: dict[str, Any]) -> None:
-    import_message(chat, tmp_path, **fields)
-    expect(chat.page.locator(TOAST)).to_contain_text("is not a conversation with messages")
-    chat.page.reload()
-    chat.wait_until_ready()
-    assert chat.page.locator(NAMES).count() == 0
 
 
 def test_full_disk_is_reported_once_and_the_chat_continues(context: BrowserContext, fake: FakeServer) -> None:
@@ -203,18 +175,6 @@ def test_conversation_has_one_running_answer(chat: ChatDriver, fake: FakeServer)
     chat.press("Stop")
     assert answer.gone.wait(TIMEOUT_S), "Stop aborts the only request"
     chat.wait_until_idle()
-
-
-def test_double_click_on_send_sends_once(chat: ChatDriver, fake: FakeServer) -> None:
-    answered(chat, fake, "Hello", "Yes")
-    chat.press("Edit")
-    chat.page.evaluate(
-        """() => { const send = [...document.querySelectorAll(".message.user button")]
-            .find((one) => one.textContent === "Send"); send.click(); send.click(); }"""
-    )
-    fake.answer().complete("Once")
-    chat.wait_until_idle()
-    expect(chat.page.locator(".message.user")).to_contain_text("2/2")
 
 
 def test_deleted_conversation_is_not_saved_again_by_its_answer(chat: ChatDriver, fake: FakeServer) -> None:
