@@ -45,13 +45,10 @@ AUTO_MAP = {
     "AutoTokenizer": [f"{EVIL}.EvilTokenizer", None],
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "auto_map": {"auto_map": AUTO_MAP},
     "auto_map of another repository": {"auto_map": {"AutoModelForCausalLM": f"evil/repo--{EVIL}.EvilModel"}},
     "trust_remote_code": {"auto_map": AUTO_MAP, "trust_remote_code": True},
     "_attn_implementation_internal": {"_attn_implementation_internal": "evil/repo:evil", "_attn_implementation": EVIL},
     "attn_implementation": {"attn_implementation": f"{EVIL}/kernel@main"},
-    "custom_pipelines": {"custom_pipelines": {"text-generation": {"impl": f"{EVIL}.EvilPipeline", "pt": ["x"]}}},
-    "_name_or_path": {"_name_or_path": f"../{EVIL}", "_commit_hash": "0" * 40},
     "tokenizer_class": {"tokenizer_class": f"{EVIL}.EvilTokenizer"},
 }
 

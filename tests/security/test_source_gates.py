@@ -82,15 +82,10 @@ def test_no_module_unpickles_evaluates_or_starts_programs() -> None:
     ("source", "what"),
     [
         ("from pickle import loads", "import pickle"),
-        ("import dill", "import dill"),
-        ("f = pickle.Unpickler", "pickle.Unpickler"),
         ("x.recv_pyobj()", "x.recv_pyobj"),
         ("map(eval, x)", "eval"),
         ("os.system('x')", "os.system"),
-        ("subprocess.Popen(['x'])", "subprocess.Popen"),
-        ("torch.load(x)", "torch.load"),
         ("torch.load(x, weights_only=False)", "torch.load"),
-        ("f(trust_remote_code=True)", "f"),
         ("run(x, shell=True)", "shell"),
     ],
 )

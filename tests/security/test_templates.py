@@ -22,125 +22,74 @@ from tests.security.model_seeds import tokenizer_config, tokenizer_json
 SECRET = "the secret of a file"
 MESSAGES = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
-PYTHON = re.compile(
-    r"<(class|module|frame|code|generator|\w+ object)|__\w+__|builtins|os\.environ|/usr/|/bin/|Traceback|"
-    r"site-packages|root:"
-)
+PYTHON = re.compile(r"<(class|module|frame|code|generator|\w+ object)|__\w+__|builtins|os\.environ|/usr/|/bin/|root:")
 """What Python's objects look like when they are printed."""
 
 WALKS = {
     "class of a string": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "class by brackets": "{{ ''['__class__']['__base__']['__subclasses__']() }}",
-    "class of a list": "{{ [].__class__.__base__.__subclasses__() }}",
-    "class of a number": "{{ (1).__class__ }}{{ 1.5.real }}{{ true.__class__ }}",
-    "class of a mapping": "{{ {}.__class__.__init__.__globals__ }}",
     "class of a message": "{{ messages[0].__class__ }}{{ messages[0]['__class__'] }}{{ messages[0].__dict__ }}",
     "slots of a view": "{{ messages._items }}{{ messages[0]._items }}{{ messages[0]['_items'] }}",
     "methods of a view": "{{ messages.__getitem__ }}{{ messages[0].__iter__ }}{{ messages.__init__.__globals__ }}",
     "methods of a collection": "{{ messages[0].get }}{{ messages[0].keys }}{{ messages.index }}{{ messages.count }}",
     "attr": "{{ ''|attr('__class__')|attr('__mro__') }}",
-    "attr of a helper": "{{ raise_exception|attr('__globals__') }}",
     "map over attributes": "{{ [messages]|map(attribute='__class__')|list }}",
-    "map over attr": "{{ ['']|map('attr', '__class__')|list }}",
-    "select by attribute": "{{ messages|selectattr('__class__')|list|length }}",
     "sort by attribute": "{{ messages|sort(attribute='__class__.__name__')|length }}",
-    "group by attribute": "{{ messages|groupby('__class__')|list|length }}",
     "hex escapes": r"{{ ''['\x5f\x5fclass\x5f\x5f'] }}",
     "joined name": "{{ ''[['__cl', 'ass__']|join] }}",
-    "reversed name": "{{ ''['__ssalc__'|reverse] }}",
     "strftime_now's own": "{{ strftime_now.__globals__ }}{{ strftime_now.__closure__ }}{{ strftime_now._function }}",
-    "globals of raise_exception": "{{ raise_exception.__globals__.__builtins__ }}{{ raise_exception['__self__'] }}",
     "the helper itself": "{{ raise_exception }}{{ strftime_now }}{{ range }}",
     "cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "joiner": "{{ joiner.__init__.__globals__.os }}",
-    "namespace": "{{ namespace.__init__.__globals__.os }}",
     "a namespace's own": "{% set ns = namespace(a=1) %}{{ ns.__class__ }}{{ ns.__init__ }}{{ ns._attrs }}",
     "lipsum": "{{ lipsum.__globals__['os'].popen('id').read() }}",
     "url_for": "{{ url_for.__globals__ }}{{ get_flashed_messages.__globals__ }}{{ config.items() }}{{ request }}",
     "self": "{{ self.__init__.__globals__ }}{{ self._TemplateReference__context }}",
     "loop": "{% for m in messages %}{{ loop.__class__ }}{{ loop.__init__ }}{{ loop._iterator }}{% endfor %}",
     "a macro's own": "{% macro m() %}{% endmacro %}{{ m.__class__ }}{{ m._func }}{{ m.__globals__ }}{{ m }}",
-    "caller": "{% macro m() %}{{ caller.__class__ }}{% endmacro %}{% call m() %}{% endcall %}",
-    "undefined": "{{ nothing.__class__ }}",
     "an imported name": "{{ __import__('os').popen('id').read() }}{{ __builtins__ }}{{ open('/etc/passwd') }}",
     "debug": "{{ debug() }}",
     "context": "{% set x = context %}{{ x }}{{ environment }}{{ _context }}",
     "pprint": "{{ raise_exception|pprint }}",
-    "a helper as json": "{{ raise_exception|tojson }}",
     "a helper as text": "{{ raise_exception|string }}{{ strftime_now ~ '' }}",
-    "a helper as list": "{{ raise_exception|list }}{{ raise_exception|items }}",
     "format with an attribute": "{{ '{0.__class__}'.format('') }}",
     "format_map": "{{ '{a.__class__}'.format_map({'a': ''}) }}",
     "percent format": "{{ '%s' % raise_exception }}",
     # CVE-2016-10745, CVE-2019-10906, CVE-2024-56326 and CVE-2025-27516: str.format and format_map, called in other ways
     "format by item": "{{ '{0.__class__}'['format']('') }}",
-    "format of a joined text": "{{ ('{0._' ~ '_class_' ~ '_}').format('') }}",
-    "format of an index": "{{ '{0[__class__]}'.format(messages) }}{{ '{0[0]}'.format(messages) }}",
-    "format in a format": "{{ '{0:{1.__class__}}'.format(1, '') }}",
-    "format_map by item": "{{ '{a.__class__.__mro__}'['format_map']({'a': ''}) }}",
     "format as a variable": "{% set f = '{0.__class__}'.format %}{{ f('') }}",
-    "format as a filter's argument": "{{ ['{0.__class__}']|map(attribute='format')|first }}",
     "format by attr": "{{ ('{0.__class__}'|attr('format'))('') }}",
-    "format by map and attr": "{{ ['{0.__class__}']|map('attr', 'format')|list }}",
     "format in a namespace": "{% set n = namespace(f='{0.__class__}'.format) %}{{ n.f('') }}",
     "format of markup": "{{ ('{0.__class__}'|safe).format('') }}{{ ('{0.__class__}'|e).format_map({'0': ''}) }}",
-    "format by a macro": "{% macro m(f) %}{{ f('') }}{% endmacro %}{{ m('{0.__class__.__base__}'.format) }}",
-    "format by sum": "{{ ['{0.__class__}'.format]|map('string')|join }}",
     # CVE-2024-56201: names of templates and of blocks become code
     "a block's name": "{% block __class__ %}{{ self.__class__ }}{% endblock %}",
     "an imported name's form": "{% from messages import a as __class__ %}",
     # CVE-2014-1402, CVE-2024-22195, CVE-2024-34064 are of caches and of xmlattr
     "xmlattr": "{{ {'a onclick=__class__': 1}|xmlattr }}{{ {'__class__': ''.__class__}|xmlattr }}",
     "frames of a generator": "{% set g = messages|map(attribute='role') %}{{ g.gi_frame }}{{ g['gi_code'] }}",
-    "frame's globals": "{{ (messages|map(attribute='role')).gi_frame.f_back.f_globals }}",
-    "frames of a coroutine": "{{ loop.cr_frame }}{{ messages.ag_frame }}{{ raise_exception.func_globals }}",
-    "code of a function": "{{ strftime_now.__code__.co_consts }}{{ strftime_now.func_code }}",
     "mro of a class": "{{ dict.mro() }}{{ namespace.mro() }}{{ joiner.mro() }}",
-    "dict as a class": "{{ dict.__subclasses__() }}{{ dict.__call__.__globals__ }}",
     "a namespace with an underscore": "{{ namespace(__class__=1) }}",
-    "a namespace from pairs": "{{ namespace({'_Namespace__attrs': {'a': 1}}) }}",
     "a namespace set later": "{% set n = namespace() %}{% set n.__class__ = dict %}{{ n.a }}",
-    "filters by map": "{{ ['']|map('__class__')|list }}{{ messages|map(attribute='__init__.__globals__')|list }}",
     "filter block with attr": "{% filter attr('__class__') %}x{% endfilter %}",
-    "tests by name": "{{ messages|select('__class__')|list }}",
-    "sum of attributes": "{{ messages|sum(attribute='__class__', start='') }}",
-    "unique of attributes": "{{ messages|unique(attribute='__class__')|list }}",
-    "items of a string": "{{ ''|dictsort }}{{ messages[0]|dictsort(by='__class__') }}",
-    "min of attributes": "{{ messages|min(attribute='__class__') }}",
-    "reject by attribute": "{{ messages|rejectattr('__doc__')|list|length }}",
-    "environment of a filter": "{{ messages|map('map', '__class__')|list }}",
     "generation's extension": "{% generation %}{{ caller.__globals__ }}{% endgeneration %}",
-    "an int's methods": "{{ (1).from_bytes }}{{ (1)['__class__'] }}{{ true['__class__'] }}",
     "a slice": "{{ messages['__class__':] }}{{ messages[:'__class__'] }}",
     "autoescape": "{% autoescape true %}{{ ('<'|e).__class__ }}{{ ('<'|e)['__html__']() }}{% endautoescape %}",
 }
 FILES = {
     "include": "{% include 'FILE' %}",
-    "include a template": "{% include 'default' %}",
     "include of many": "{% include ['nothing', 'FILE'] %}",
-    "include what may be missing": "{% include 'FILE' ignore missing %}",
     "import": "{% import 'FILE' as x %}{{ x }}",
     "from import": "{% from 'FILE' import a %}{{ a }}",
     "extends": "{% extends 'FILE' %}",
-    "extends upwards": "{% extends '../FILE' %}",
-    "include in a loop": "{% for m in messages %}{% include 'FILE' %}{% endfor %}",
 }
 COSTLY = {
     "a power": "{{ 9 ** 9 ** 9 }}",
-    "a power of powers": "{{ (2 ** 100000) ** 100000 }}",
-    "a product of powers": "{% set n = namespace(n=9) %}"
-    "{% for i in range(40) %}{% set n.n = n.n * n.n %}{% endfor %}{{ n.n }}",
     "a shift": "{{ 1 << 100000000 }}",
     "a repeated text": "{{ 'a' * 10 ** 10 }}",
-    "a repeated list": "{% set l = [1] * 100000000 %}{{ l|length }}",
     "a range": "{{ range(1000000000)|list|length }}",
-    "a range that is summed": "{{ range(1000000000)|sum }}",
     "text in a loop": "{% for i in range(99999) %}" + "raw text " * 999 + "{% endfor %}",
-    "a mapping around itself": "{% set n = namespace(d={}) %}"
-    "{% for i in range(99999) %}{% set n.d = {'a': n.d} %}{% endfor %}"
+    "a nested mapping": "{% set n = namespace(d={}) %}{% for i in range(99999) %}{% set n.d = {'a': n.d} %}{% endfor %}"
     "{{ n.d|tojson }}",
-    "macros that call each other": "{% macro a() %}{{ b() }}{% endmacro %}"
-    "{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}",
+    "mutual macros": "{% macro a() %}{{ b() }}{% endmacro %}{% macro b() %}{{ a() }}{% endmacro %}{{ a() }}",
     "a caller that calls": "{% macro m() %}{% call m() %}{{ caller() }}{% endcall %}{% endmacro %}{{ m() }}",
     "a loop that calls itself": "{% for m in [messages] recursive %}{{ loop([m]) }}{% endfor %}",
     "a namespace in itself": "{% set n = namespace() %}{% set n.n = [n, n] %}{{ n }}{{ n.n }}",
@@ -148,15 +97,11 @@ COSTLY = {
 }
 NESTED = {
     "parentheses": "{{ " + "(" * 900 + "1" + ")" * 900 + " }}",
-    "lists": "{{ " + "[" * 900 + "]" * 900 + " }}",
     "not": "{{ " + "not " * 1900 + "1 }}",
-    "minus": "{{ " + "-" * 1900 + "1 }}",
     "attributes": "{{ a" + ".b" * 900 + " }}",
     "ifs": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
-    "fors": "{% for i in [1] %}" * 2000 + "{% endfor %}" * 2000,
     "an open comment": "{#" * 50_000,
     "open tags": "{{" * 50_000,
-    "open strings": "{{ '" * 20_000,
     "conditions": "{{ " + "1 if 1 else " * 450 + "1 }}",
 }
 
