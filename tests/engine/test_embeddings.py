@@ -261,10 +261,7 @@ def test_runner_without_hidden_states_raises() -> None:
     ("options", "message"),
     [
         ({"pooling": "max", "max_tokens": 0}, "pooling must be one of mean, last, got 'max'"),
-        ({"pooling": ["mean"], "max_tokens": 0}, "pooling must be one of mean, last"),
-        ({"pooling": True, "max_tokens": 0}, "pooling must be one of mean, last, got True"),
         ({"pooling": "mean"}, "max_tokens must be 0 with pooling, got 256"),
-        ({"pooling": "last", "max_tokens": None}, "max_tokens must be 0 with pooling, got None"),
         ({"pooling": "mean", "max_tokens": 0, "logprobs": 0}, "logprobs must be left out with pooling, got 0"),
         ({"pooling": "mean", "max_tokens": 0, "prompt_logprobs": 2}, "prompt_logprobs must be left out with pooling"),
     ],
@@ -277,15 +274,11 @@ def test_pooling_rejects_incompatible_parameters(options: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ([], {}, "token_ids must be a list of token ids"),
         ("text", {}, "token_ids must be a list of token ids"),
-        (5, {}, "token_ids must be a list of token ids"),
         ([[]], {}, "prompt must hold at least one token"),
         ([[1], [2, VOCAB_SIZE]], {}, f"token id {VOCAB_SIZE} at position 1 is outside the vocabulary"),
         ([1.5], {}, "prompt must be a collection of token ids"),
-        ([1, -1], {}, "prompt: a token id must be >= 0, got -1"),
         ([1] * 1025, {}, "prompt has 1025 tokens; max_model_len is 1024"),
-        ([1], {"pooling": None}, "pooling must be one of mean, last, got None"),
         ([1], {"pooling": "cls"}, "pooling must be one of mean, last, got 'cls'"),
         ([1], {"normalize": 1}, "normalize must be true or false"),
     ],

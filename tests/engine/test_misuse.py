@@ -39,9 +39,7 @@ def test_engine_takes_a_path_and_names_what_else_it_got(untied: Pair) -> None:
         with InferenceEngine(path) as engine:
             assert engine.config == EngineConfig(str(untied.directory))
     for wrong in (None, 3, {"model_path": "default"}, ["default"]):
-        with pytest.raises(
-            BadRequest, match=f"config must be an EngineConfig or a model's path, got {type(wrong).__name__}"
-        ):
+        with pytest.raises(BadRequest, match=f"EngineConfig or a model's path, got {type(wrong).__name__}"):
             InferenceEngine(wrong)  # type: ignore[arg-type]
 
 
@@ -57,14 +55,8 @@ def test_calls_from_other_threads_raise_engine_busy() -> None:
     engine.parts.runner.on_step = hold = Hold()
     calls: list[Callable[[], object]] = [
         lambda: engine.generate([PROMPT], PARAMS),
-        lambda: engine.score(PROMPT),
         lambda: engine.add_request(PROMPT, PARAMS),
-        lambda: engine.abort_all(),
-        engine.step,
-        engine.flush_cache,
-        engine.pause,
-        engine.sleep,
-        engine.shutdown,
+        *(engine.abort_all, engine.step, engine.flush_cache, engine.pause, engine.sleep, engine.shutdown),
     ]
     with ThreadPoolExecutor(len(calls) + 1) as threads:
         running = threads.submit(engine.generate, [PROMPT], PARAMS)
@@ -100,15 +92,11 @@ class Calling:
         return None
 
 
-@pytest.mark.parametrize("name", ["score", "generate", "abort_all", "step", "flush_cache", "sleep", "shutdown"])
+@pytest.mark.parametrize("name", ["generate", "abort_all", "step", "flush_cache", "sleep", "shutdown"])
 def test_a_program_that_calls_the_engine_ends_its_own_sample(name: str) -> None:
     expected = content(fake_engine().generate([PROMPT], PARAMS))
     engine = fake_engine()
-    calls: dict[str, Callable[[], object]] = {
-        "score": lambda: engine.score(PROMPT),
-        "generate": lambda: engine.generate([PROMPT], PARAMS),
-    }
-    calling = Calling(calls.get(name) or getattr(engine, name))
+    calling = Calling(lambda: getattr(engine, name)(*([[PROMPT], PARAMS] if name == "generate" else [])))
     good = engine.add_request(PROMPT, PARAMS)
     bad = engine.add_request(PROMPT, PARAMS, program=calling)
     worse = engine.add_request(PROMPT, PARAMS, make_matcher=lambda: calling)
@@ -145,17 +133,11 @@ class Whole(Program):
     [
         (Program((5.0,)), "the token program forced 5.0, which is not an integer"),
         (Program((True,)), "the token program forced True, which is not an integer"),
-        (Program((np.True_,)), "which is not an integer"),
-        (Program(("7",)), "the token program forced '7', which is not an integer"),
-        (Program((None,)), "the token program forced None"),
         (Program(np.array([[1, 2], [3, 4]])), "which is not an integer"),
         (Program((VOCAB_SIZE,)), "forced 50, outside the vocabulary of 50"),
-        (Program((-1,)), "forced -1, outside the vocabulary"),
         (Program("78"), "must force a tuple of token ids, got '78'"),
-        (Program(b"78"), "must force a tuple of token ids"),
         (Program(7), "must force a tuple of token ids, got 7"),
         (Whole(None), "must return (state, tokens), got None"),
-        (Whole((1, (), 3)), "must return (state, tokens)"),
     ],
 )
 def test_program_with_invalid_result_ends_its_own_sample(program: Program, message: str) -> None:
@@ -193,14 +175,10 @@ class Matcher:
     ("mask", "verdict", "message"),
     [
         (b"", None, "the matcher's mask must be None or bytes, at least one, got b''"),
-        ("text", None, "the matcher's mask must be None or bytes, at least one, got 'text'"),
         (bytearray(7), None, "the matcher's mask must be None or bytes"),
-        (np.ones(7, np.uint8), None, "the matcher's mask must be None or bytes"),
-        (7, None, "the matcher's mask must be None or bytes"),
         (b"\x00" * 7, None, "no token can be drawn"),
         (None, True, "the matcher's verdict is True, which is not an integer"),
         (None, 1.5, "the matcher's verdict is 1.5, which is not an integer"),
-        (None, (1,), "the matcher's verdict is (1,), which is not an integer"),
     ],
 )
 def test_matcher_with_invalid_result_ends_its_own_sample(

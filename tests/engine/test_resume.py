@@ -128,7 +128,6 @@ def test_resume_rejects_invalid_partial_naming_the_field() -> None:
         ({"partial": ended}, "ended with a stop"),
         ({"partial": part, "num_samples": 2}, "num_samples must be 1"),
         ({"partial": replace(part, completion_tokens=(99,) * 6)}, "outside the vocabulary of 50"),
-        ({"partial": replace(part, completion_tokens=(-1,) * 6)}, "completion_tokens"),
         ({"partial": replace(part, mask=(2,) * 6)}, "a mask that is not 0 or 1"),
         ({"partial": replace(part, logprobs=(float("nan"),) * 6)}, "not all finite"),
         ({"partial": part, "prompt": [1, 2]}, "its prompt_tokens differ from the prompt"),
@@ -136,13 +135,9 @@ def test_resume_rejects_invalid_partial_naming_the_field() -> None:
         ({"partial": part, "sampling_params": replace(LONG, raw_logprobs=True)}, "has no raw_logprobs"),
         ({"partial": part, "sampling_params": replace(LONG, sampling_mask=True)}, "has no sampling_masks"),
         ({"partial": part, "sampling_params": replace(LONG, logprobs=1)}, "has no top_logprobs"),
-        (
-            {"partial": part, "sampling_params": replace(LONG, logprobs_mode="raw")},
-            "its logprobs are processed, raw is",
-        ),
+        ({"partial": part, "sampling_params": replace(LONG, logprobs_mode="raw")}, "its logprobs are processed"),
         ({"partial": replace(part, completion_tokens=(3, 4, 4, 4, 4, 4)), "program": Calculator()}, "program forces"),
         ({"partial": unforced, "program": Calculator()}, "program forces"),
-        ({"partial": unforced, "program": Calculator(), "make_matcher": StopAfter}, "program forces"),
     ]
     for options, message in cases:
         with pytest.raises(BadRequest, match=message):

@@ -175,8 +175,9 @@ def ratios_of(trainer: Any) -> tuple[float, float]:
 HOT: dict[str, Any] = {**SMALL, "max_steps": 1, "max_completion_length": 24, "temperature": 0.7}
 
 
-@pytest.mark.parametrize("mode", ["raw", "tempered", "processed"])
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.6}], ids=["temperature", "top_p"])
+@pytest.mark.parametrize(
+    ("mode", "options"), [("raw", {}), ("tempered", {"top_p": 0.6}), ("processed", {"top_p": 0.6})]
+)
 def test_ratios_do_not_depend_on_the_engines_logprobs_mode(
     mode: LogprobsMode, options: dict[str, Any], model_path: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -198,7 +199,6 @@ EXACT: dict[str, Any] = {**SMALL, "max_completion_length": 16, "learning_rate": 
 METRIC = "sampling/sampling_logp_difference"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO", "GRPO with adapters", "GRPO, plain"])
 def test_exact_values_have_ratios_of_exactly_1(kind: str, model_path: Path, tokenizer: Any, tmp_path: Path) -> None:
     import trl

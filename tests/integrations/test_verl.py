@@ -327,14 +327,10 @@ def test_weights_of_other_forms_are_refused(directory: Path) -> None:
     ("changes", "name"),
     [
         ({"data_parallel_size": 2}, "rollout.data_parallel_size"),
-        ({"pipeline_model_parallel_size": 2}, "rollout.pipeline_model_parallel_size"),
         ({"quantization": "fp8"}, "rollout.quantization"),
-        ({"qat": {"enable": True}}, "rollout.qat.enable"),
         ({"enable_rollout_routing_replay": True}, "rollout.enable_rollout_routing_replay"),
         ({"mtp": SimpleNamespace(enable=True, enable_rollout=True)}, "rollout.mtp"),
-        ({"logprobs_mode": "raw_logits"}, "rollout.logprobs_mode"),
         ({"engine_kwargs": {"nano_inference": {"page_size": 1}}}, "page_size"),
-        ({"dtype": "fp8"}, "dtype"),
     ],
 )
 def test_options_that_are_missing_are_refused_by_name(directory: Path, changes: dict[str, Any], name: str) -> None:

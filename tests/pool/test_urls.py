@@ -30,23 +30,10 @@ from tests.server.trainer import make_weights, serving
 PROMPTS = [[3, 1, 4, 1, 5, 9, n] for n in range(8)]
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
 RICH = SamplingParams(
-    max_tokens=6,
-    temperature=0.7,
-    top_k=40,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.2,
-    frequency_penalty=0.1,
-    logit_bias={7: 2.0},
-    min_tokens=3,
-    stop_token_ids=(11, 12),
-    logprobs=2,
-    prompt_logprobs=1,
-    raw_logprobs=True,
-    sampling_mask=True,
-    seed=9,
-)
+    max_tokens=6, temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.2,
+    frequency_penalty=0.1, logit_bias={7: 2.0}, min_tokens=3, stop_token_ids=(11, 12), logprobs=2, prompt_logprobs=1,
+    raw_logprobs=True, sampling_mask=True, seed=9
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -172,10 +159,8 @@ def test_abort_and_pause_reach_the_servers(pool: RolloutPool) -> None:
     [
         (["http://a:1", "http://a:1/v1/"], "urls: http://a:1 is given twice"),
         (["a:1"], "urls: 'a:1' is not the address of a server, such as http://host:8000"),
-        (["http://:80"], "urls: 'http://:80' is not the address"),
         (["http://u:p@a:1"], "urls: give the key of a as api_key, not in its address"),
         ([], "urls must be a list of at least one address"),
-        ("http://a:1", "urls must be a list of at least one address"),
     ],
 )
 def test_invalid_addresses_are_one_line(urls: list[str], message: str) -> None:

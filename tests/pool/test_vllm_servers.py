@@ -17,12 +17,6 @@ from tests.weights.pairs import Pair
 
 
 @pytest.fixture(scope="module")
-def single(untied: Pair) -> Iterator[InferenceEngine]:
-    with InferenceEngine(config_of(untied)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def stubs(untied: Pair) -> Iterator[list[Stub]]:
     with ExitStack() as stack:
         engines = [stack.enter_context(InferenceEngine(config_of(untied))) for _ in range(2)]
