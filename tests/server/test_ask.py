@@ -62,14 +62,9 @@ def test_completion_defaults(model: ServedModel) -> None:
     assert call.id.startswith("cmpl-") and len(call.id) == 5 + 32
     assert request.prompt == tuple(model.tokenizer.encode("hi"))
     assert request.params.max_tokens == 16
-    assert (request.params.temperature, request.params.top_k, request.params.top_p) == (0.3, 7, 1.0), (
-        "the model's own, else ours"
-    )
-    assert (request.params.logprobs, request.params.prompt_logprobs, request.params.logprobs_mode) == (
-        None,
-        None,
-        "raw",
-    )
+    params = request.params
+    assert (params.temperature, params.top_k, params.top_p) == (0.3, 7, 1.0), "the model's own, else ours"
+    assert (params.logprobs, params.prompt_logprobs, params.logprobs_mode) == (None, None, "raw")
     assert (request.salt, request.make_matcher, request.params.seed) == ("salt", None, None)
     assert call.num_tokens == 2 + 16
     assert (call.stream, call.include_usage, call.continuous_usage) == (False, False, False)
@@ -158,35 +153,22 @@ def test_generation_prompt_options(model: ServedModel) -> None:
 BIG = [{"role": "user", "content": "x" * 600}]
 COMPLETIONS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"n": 17}, "n must be at most 16, got 17", "n"),
-    ({"n": 10**9}, "n must be at most 16, got 1000000000", "n"),
-    ({"best_of": 10**9}, "best_of is not supported", "best_of"),
-    ({"best_of": 2}, "best_of is not supported", "best_of"),
     ({"logprobs": 21}, "logprobs must be at most 20, got 21", "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs must be at most 20, got 21", "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "must be at most 20, got -1, which needs --max-logprobs -1", "prompt_logprobs"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids needs logprobs", "logprob_token_ids"),
-    (
-        {"logprob_token_ids": [1], "logprobs": 1, "echo": True},
-        "logprob_token_ids cannot be combined with echo",
-        "logprob_token_ids",
-    ),
+    ({"logprob_token_ids": [1], "logprobs": 1, "echo": True}, "cannot be combined with echo", "logprob_token_ids"),
     ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs needs stream=false", "prompt_logprobs"),
     ({"stream_options": {}}, "stream_options needs stream=true", "stream_options"),
     ({"min_tokens": 17}, "min_tokens must be at most max_tokens (16), got 17", "min_tokens"),
     ({"prompt": ""}, "prompt must hold at least one token", "prompt"),
-    ({"prompt": ["a", ""]}, "prompt must hold at least one token", "prompt"),
     ({"prompt": [0, 260]}, "prompt: token id 260 at position 1 is outside the vocabulary of 260", "prompt"),
-    ({"prompt": [2**31 - 1], "echo": True}, "token id 2147483647 is outside the vocabulary of 260", "prompt"),
     ({"stop_token_ids": [260]}, "stop_token_ids: token id 260 is outside the vocabulary", "stop_token_ids"),
     ({"allowed_token_ids": [999]}, "allowed_token_ids: token id 999 is outside", "allowed_token_ids"),
     ({"logit_bias": {"260": 1}}, "logit_bias: token id 260 is outside", "logit_bias"),
     ({"bad_words": ["x" * 256] * 4}, "", None),
     ({"bad_words": ["é" * 200] * 3 + ["x" * 256] * 2}, "bad_words: the words have more than 1024", "bad_words"),
-    (
-        {"min_tokens": 1, "allowed_token_ids": [65], "stop_token_ids": [65]},
-        "min_tokens: every one of allowed_token_ids is a stop token",
-        "min_tokens",
-    ),
+    ({"min_tokens": 1, "allowed_token_ids": [65], "stop_token_ids": [65]}, "is a stop token", "min_tokens"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens leaves no token", "truncate_prompt_tokens"),
     ({"prompt": [1] * 512}, "the prompt has 512 tokens", "prompt"),
     ({"model": "gpt-4"}, "the model 'gpt-4' does not exist; served: tiny, org/tiny-alias", "model"),
@@ -195,34 +177,18 @@ CHATS: list[tuple[dict[str, Any], str, str | None]] = [
     ({"top_logprobs": 2}, "top_logprobs needs logprobs to be true", "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be at most 20, got 21", "top_logprobs"),
     ({"max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
-    ({"max_completion_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
     ({"messages": BIG}, "tokens, which with an answer exceeds the available context size of 512", "messages"),
-    (
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message and add_generation_prompt cannot both be true",
-        "continue_final_message",
-    ),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "cannot both be true", "continue_final_message"),
     ({"messages": [{"role": "user"}]}, "messages.0.content: must be a string", "messages.0.content"),
     (
         {"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages.1.content.0.type: 'image_url' is not supported, only text",
         "messages.1.content.0",
     ),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages.0.content.0.text: field required",
-        "messages.0.content.0.text",
-    ),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize is reserved", "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages is reserved", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": {}}}, "chat_template_kwargs.a must be a number", "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"a": [[1]]}}, "chat_template_kwargs.a must be a number", "chat_template_kwargs"),
     ({"chat_template_kwargs": {"a": "x" * 4096}}, "must be at most 4096 bytes", "chat_template_kwargs"),
-    (
-        {"kv_transfer_params": {"do_remote_decode": True}},
-        "is not supported here",
-        "kv_transfer_params.do_remote_decode",
-    ),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "not supported", "kv_transfer_params.do_remote_decode"),
 ]
 
 
@@ -266,9 +232,7 @@ def test_conflicting_structure_and_functions_are_refused(
     [
         {"tools": [NOW], "calculator": True},
         {"tools": [NOW, {"type": "calculator"}]},
-        {"tools": [NOW], "tool_choice": "none", "calculator": True},
         {"response_format": AS_JSON, "calculator": True},
-        {"response_format": AS_JSON, "tools": [{"type": "calculator"}]},
     ],
 )
 def test_calculator_with_functions_or_structure_is_refused(model: ServedModel, fields: dict[str, Any]) -> None:
@@ -335,12 +299,13 @@ def test_template_error_messages(model: ServedModel, source: str, message: str, 
     assert message in caught.value.message
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "srv" not in caught.value.message and "tokenizer_config" not in caught.value.message
-    with pytest.raises(ApiError) as caught:
-        tokenize(TokenizeBody(messages=HELLO), broken)
-    assert "srv" not in caught.value.message
-    with pytest.raises(ApiError) as caught:
-        apply_template(ApplyTemplateBody(messages=HELLO), broken)
-    assert "srv" not in caught.value.message
+    for other in (
+        lambda: tokenize(TokenizeBody(messages=HELLO), broken),
+        lambda: apply_template(ApplyTemplateBody(messages=HELLO), broken),
+    ):
+        with pytest.raises(ApiError) as caught:
+            other()
+        assert "srv" not in caught.value.message
 
 
 @pytest.mark.parametrize("value", [2**63, 2**64, 2**127, 2**128, 10**4000, -(10**200), 1e308, float("inf"), True, None])

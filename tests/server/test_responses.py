@@ -1,12 +1,10 @@
-"""OpenAI's Responses API: events, translation to a chat, refusals, and OpenAI's client against a server."""
+"""OpenAI's Responses API: events, translation to a chat, refusals, and what OpenAI's client makes of an error."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from nano_inference.server.body import parse
-from nano_inference.server.config import ServerConfig
 from nano_inference.server.detokenizer import DecodedDelta
 from nano_inference.server.dialects.responses import CHAT_NAMES, LOGPROBS, chat_fields, earlier_items
 from nano_inference.server.dialects.responses_body import ResponsesBody
@@ -28,11 +25,9 @@ from nano_inference.server.schema import ChatBody
 from nano_inference.server.transcript import Transcript, transcripts_of
 from nano_inference.server.translated import as_body
 from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, Content, Event
-from tests.server.stepped import stepped
 from tests.server.test_detokenizer import sample_of
-from tests.server.test_openai_client import client_of
 from tests.server.test_replies import A, call_of, delta
-from tests.server.tiny import Running, running
+from tests.server.tiny import Running
 
 PATH = "/v1/responses"
 EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
@@ -41,25 +36,6 @@ TOOL: Mapping[str, Any] = MappingProxyType(
     {"type": "function", "name": "weather", "description": "Reports it.", "parameters": WEATHER, "strict": True}
 )
 JSON = dict[str, Any]
-
-
-@contextmanager
-def mounted(directory: Path, **config: Any) -> Iterator[Running]:
-    """Serve the tiny model."""
-    with running(directory, ServerConfig(port=0, log_requests=False, **config), stepped) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def server(tiny_directory: Path) -> Iterator[Running]:
-    with mounted(tiny_directory) as one:
-        yield one
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with client_of(server) as one:
-        yield one
 
 
 def named_events(data: bytes) -> list[JSON]:
@@ -259,16 +235,14 @@ def test_fields_are_translated_to_a_chat() -> None:
     ):  # fmt: skip
         expected = {"messages": [USER], **chat}
         assert chat_of(**given) == expected
-    same = {
-        "temperature": 0.5,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.1,
-        "seed": 7,
-        "stop": ["a"],
+    same = {"temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7, "stop": ["a"]}
+    same |= {
         "logit_bias": {"5": 1.0},
+        "return_token_ids": True,
+        "stream": True,
+        "request_id": "r1",
+        "chat_template_kwargs": {"a": 1},
     }
-    same |= {"return_token_ids": True, "stream": True, "request_id": "r1", "chat_template_kwargs": {"a": 1}}
     assert chat_of(**same, stream_options={"include_obfuscation": False}) == {
         "messages": [USER], **same, "stream_options": {"include_obfuscation": False}
     }  # fmt: skip
@@ -279,22 +253,17 @@ REFUSED: tuple[tuple[JSON, str], ...] = (
     ({"n": 2}, "n"),
     ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ({"max_tokens": 5}, "max_tokens"),
-    ({"max_completion_tokens": 5}, "max_completion_tokens"),
-    ({"messages": [USER]}, "messages"),
     ({"response_format": {"type": "text"}}, "response_format"),
     ({"logprobs": True}, "logprobs"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"include": ["reasoning.encrypted_content", "file_search_call.results"]}, "include.1"),
     ({"include": [LOGPROBS], "tools": [dict(TOOL)]}, "include"),
     ({"tools": [dict(TOOL), {"type": "web_search"}]}, "tools.1.type"),
     ({"tools": [{"type": "web_search", "external_web_access": True}]}, "tools.0.type"),
-    ({"tools": [{"type": "custom", "name": "patch"}]}, "tools.0.type"),
     ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom"}]}]}, "tools.0.tools.0.type"),
     ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
     ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"input": [USER, {"type": "item_reference", "id": "msg_1"}]}, "input.1.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
-    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type"),
 )
 
 
@@ -310,22 +279,18 @@ def test_unsupported_field_is_refused_by_name(body: JSON, param: str) -> None:
     ("body", "param"),
     [
         ({"input": [ITEM_RESULT]}, "input.0.call_id"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0.call_id"),
         ({"input": [ITEM_CALL, {**ITEM_RESULT, "output": None}]}, "input.1.output"),
         ({"input": [{**ITEM_CALL, "arguments": None}]}, "input.0.arguments"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
-        ({"input": [{"role": "", "content": ""}]}, "input.0.role"),
         ({"input": []}, "input"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
-        ({"input": 5}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ({"temperature": 3}, "temperature"),
     ],
 )
 def test_invalid_field_is_named(body: JSON, param: str) -> None:
@@ -340,10 +305,8 @@ def test_invalid_field_is_named(body: JSON, param: str) -> None:
     ("param", "message", "own_param", "own_message"),
     [
         ("messages[3].role", "messages[3].role must be user", "input", "input must be user"),
-        ("messages", "cannot render these messages", "input", "cannot render these messages"),
         ("max_tokens", "max_tokens of 9 are many", "max_output_tokens", "max_output_tokens of 9 are many"),
         ("top_logprobs", "top_logprobs must be at most 5", "top_logprobs", "top_logprobs must be at most 5"),
-        ("response_format", "response_format: no", "text.format", "text.format: no"),
         (None, "no field", None, "no field"),
     ],
 )

@@ -32,7 +32,6 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_SCHEMA),
         ({"response_format": {"type": "json_object", "schema": {}}}, Grammar("json_object", "")),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, AS_SCHEMA),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": True}}}, AS_SCHEMA),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, Grammar("json_schema", "{}")),
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, AS_SCHEMA),
@@ -44,20 +43,14 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         ({"structured_outputs": {"json_object": True}}, Grammar("json_object", "")),
         ({"structured_outputs": {"json": SCHEMA, "disable_fallback": True, "regex": None}}, AS_SCHEMA),
         ({"guided_json": SCHEMA}, AS_SCHEMA),
-        ({"guided_json": TEXT}, AS_SCHEMA),
         ({"guided_regex": "[0-9]"}, Grammar("regex", "[0-9]")),
         ({"guided_choice": ["é"]}, Grammar("choice", '["é"]')),
-        (
-            {"guided_grammar": "# a comment\nroot ::= x\nx ::= [a-z]"},
-            Grammar("gbnf", "# a comment\nroot ::= x\nx ::= [a-z]"),
-        ),
+        ({"guided_grammar": "# a comment\nroot ::= x"}, Grammar("gbnf", "# a comment\nroot ::= x")),
         ({"guided_grammar": 'start: "::="'}, Grammar("lark", 'start: "::="')),
         ({"json_schema": TEXT}, AS_SCHEMA),
-        ({"json_schema": SCHEMA}, AS_SCHEMA),
         ({"regex": "x?"}, Grammar("regex", "x?")),
         ({"ebnf": GBNF}, Grammar("gbnf", GBNF)),
         ({"grammar": GBNF}, Grammar("gbnf", GBNF)),
-        ({"structured_outputs": {"json": {}}}, Grammar("json_schema", "{}")),
     ],
 )
 def test_structured_output_fields(fields: dict[str, Any], expected: Grammar) -> None:
@@ -88,17 +81,10 @@ def test_null_and_empty_fields_are_ignored(fields: dict[str, Any]) -> None:
         ({"response_format": "json"}, "response_format", "must be an object"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must not be empty"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "must not be empty"),
-        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "must not be empty"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "text, json_object, json_schema"),
         ({"response_format": {"json_schema": {}}}, "response_format.type", "must be one of"),
-        ({"response_format": {"type": []}}, "response_format.type", "must be one of"),
         ({"response_format": {"type": "structural_tag"}}, "response_format.type", "structural_tag is not supported"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be an object"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format.json_schema.schema",
-            "must be an object",
-        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": "yes"}}},
             "response_format.json_schema.strict",
@@ -111,22 +97,11 @@ def test_null_and_empty_fields_are_ignored(fields: dict[str, Any]) -> None:
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "must be an object"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "is not valid JSON"),
-        ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "must be an object"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object", "must be true or false"),
         ({"structured_outputs": {"choice": ["a", 2]}}, "structured_outputs.choice", "must be a list of strings"),
-        ({"structured_outputs": {"choice": "ab"}}, "structured_outputs.choice", "must be a list of strings"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex", "must be a string"),
-        (
-            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": "no"}},
-            "structured_outputs.disable_any_whitespace",
-            "must be true or false",
-        ),
-        ({"guided_json": [1]}, "guided_json", "must be an object"),
         ({"guided_json": "[" * 100_000}, "guided_json", "nested too deeply"),
         ({"guided_grammar": {"a": 1}}, "guided_grammar", "must be a string"),
-        ({"regex": 5}, "regex", "must be a string"),
-        ({"json_schema": True}, "json_schema", "must be an object"),
-        ({"json_schema": "nope"}, "json_schema", "is not valid JSON"),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str, message: str) -> None:
@@ -140,12 +115,7 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, message: st
     ("fields", "names"),
     [
         ({"regex": "a", "ebnf": GBNF}, ("regex", "ebnf")),
-        ({"grammar": GBNF, "json_schema": SCHEMA}, ("grammar", "json_schema")),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, ("response_format", "guided_regex")),
-        (
-            {"structured_outputs": {"json": SCHEMA, "choice": ["a"]}},
-            ("structured_outputs.json", "structured_outputs.choice"),
-        ),
         ({"structured_outputs": {"regex": "a"}, "guided_json": SCHEMA}, ("structured_outputs.regex", "guided_json")),
     ],
 )
