@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -17,31 +16,14 @@ import pytest
 from nano_inference.server.app import guard_policy
 from nano_inference.server.config import DEFAULT_SHARE, ServerConfig
 from nano_inference.server.security import IPV6_PREFIX, KeyRing, address_of, load_keys, networks
-from tests.server.mounted import GENERATING, ids
+from tests.server.mounted import GENERATING
+from tests.server.test_every_parameter import BASES
 from tests.server.tiny import Running, make_tiny, running
 
 GREEDY, OTHER, ADMIN = "key-of-the-greedy", "key-of-the-other", "key-of-an-admin"
 KEYS = {"api_key": (GREEDY, OTHER)}
 COMPLETE = "/v1/completions"
 ENDLESS = {"prompt": "count", "max_tokens": 8000, "ignore_eos": True, "seed": 1, "stream": True}
-HELLO = [{"role": "user", "content": "a"}]
-BODIES: Mapping[str, dict[str, Any]] = MappingProxyType(
-    {
-        COMPLETE: {"prompt": "a", "max_tokens": 1},
-        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
-        "/v1/responses": {"input": "a", "max_output_tokens": 1},
-        "/v1/messages": {"messages": HELLO, "max_tokens": 1},
-        "/inference/v1/generate": {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
-        "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
-        "/completion": {"prompt": "a", "n_predict": 1},
-        "/chat/completions": {"messages": HELLO, "max_tokens": 1},
-        "/v1/embeddings": {"input": "a"},
-        "/api/chat": {"model": "tiny", "messages": HELLO, "options": {"num_predict": 1}},
-        "/api/generate": {"model": "tiny", "prompt": "a", "options": {"num_predict": 1}},
-        "/api/embed": {"model": "tiny", "input": "a"},
-        "/api/embeddings": {"model": "tiny", "prompt": "a"},
-    }
-)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -84,6 +66,7 @@ def streams(server: Running, count: int, headers: dict[str, str]) -> Iterator[li
         yield found
 
 
+@pytest.mark.slow
 def test_client_at_quota_leaves_a_seat_for_others(patient: Path) -> None:
     with (
         serving(patient, **KEYS, max_queued_requests=60) as server,
@@ -115,24 +98,25 @@ def refusal(path: str, body: Any) -> tuple[str, str | int]:
     return error["message"], error["type"]
 
 
+@pytest.mark.slow
 def test_request_over_quota_is_refused_in_every_dialect(patient: Path) -> None:
-    others = {"/completions", "/responses", "/embeddings"}  # other names
-    assert {one.path for one in GENERATING} - others <= set(BODIES), "a new path needs a body here"
+    bodies = {path: body for path, body in BASES.items() if path in {one.path for one in GENERATING}}
     with serving(patient, **KEYS) as server, streams(server, 3, bearer(GREEDY)):
-        for path, body in BODIES.items():
+        for path, body in bodies.items():
             reply = server.post(path, body, **bearer(GREEDY))
             assert (reply.status_code, reply.headers.get("retry-after")) == (429, "1"), (path, reply.text)
             text, kind = refusal(path, reply.json())
             assert kind in ("rate_limit_error", 429), (path, reply.text)
             assert "hold 3 samples" in text and "3 of 4" in text and "--client-share" in text, text
-        assert server.post(COMPLETE, BODIES[COMPLETE], **bearer(OTHER)).status_code == 200
+        assert server.post(COMPLETE, BASES[COMPLETE], **bearer(OTHER)).status_code == 200
         text = server.client.get("/metrics", headers=bearer(OTHER)).text
         rejections = [line for line in text.splitlines() if 'reason="client_quota"' in line and "_total" in line]
-        assert [line.rpartition(" ")[2] for line in rejections] == [f"{len(BODIES)}.0"]
+        assert [line.rpartition(" ")[2] for line in rejections] == [f"{len(bodies)}.0"]
         assert "\nnano_inference_clients" in text and "\nnano_inference_largest_client_samples" in text
         assert GREEDY not in text and "key 0" not in text
 
 
+@pytest.mark.slow
 def test_call_larger_than_any_quota_is_answered_with_400(patient: Path) -> None:
     with serving(patient, **KEYS) as server:
         reply = server.post(COMPLETE, {"prompt": "a", "n": 4, "max_tokens": 1}, **bearer(GREEDY))
@@ -144,6 +128,7 @@ def forwarded(*hops: str) -> dict[str, str]:
     return {"x-forwarded-for": ", ".join(hops)}
 
 
+@pytest.mark.slow
 def test_forwarded_address_of_trusted_proxy_is_used(patient: Path) -> None:
     with (
         serving(patient, trusted_proxy=("127.0.0.0/8", "::1")) as server,
@@ -155,10 +140,11 @@ def test_forwarded_address_of_trusted_proxy_is_used(patient: Path) -> None:
             (("198.51.100.2",), 200),
             (("198.51.100.1", "203.0.113.9", "127.0.0.2"), 200),
         ):
-            reply = server.post(COMPLETE, BODIES[COMPLETE], **forwarded(*hops))
+            reply = server.post(COMPLETE, BASES[COMPLETE], **forwarded(*hops))
             assert reply.status_code == status, (hops, reply.text)
 
 
+@pytest.mark.slow
 def test_undispatched_request_is_aborted(patient: Path) -> None:
     with serving(patient, max_queued_requests=60) as server, ThreadPoolExecutor(16) as pool:
         body = {**ENDLESS, "stream": False}

@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from nano_inference.server.body import ANSWER_FIELDS, PROMPT_FIELDS
 from nano_inference.server.config import ServerConfig
-from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
+from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, mounted
 from tests.server.scripted import make_scripted
 from tests.server.test_every_parameter import BASES
 from tests.server.tiny import Running, make_tiny, running
 
+pytestmark = pytest.mark.slow
+
 JSON = dict[str, Any]
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 GENERATE, SGLANG, LLAMA = "/inference/v1/generate", "/generate", "/completion"
-HELLO: list[JSON] = [{"role": "user", "content": "a"}]
-BODIES: Mapping[str, JSON] = MappingProxyType(
-    {
-        "/v1/completions": {"prompt": "a", "max_tokens": 1},
-        CHAT: {"messages": HELLO, "max_tokens": 1},
-        "/chat/completions": {"messages": HELLO, "max_tokens": 1},
-        RESPONSES: {"input": "a", "max_output_tokens": 1},
-        MESSAGES: {"messages": HELLO, "max_tokens": 1},
-        GENERATE: {"token_ids": ids("a"), "sampling_params": {"max_tokens": 1}},
-        SGLANG: {"text": "a", "sampling_params": {"max_new_tokens": 1}},
-        LLAMA: {"prompt": "a", "n_predict": 1},
-        "/api/generate": {"prompt": "a", "options": {"num_predict": 1}},
-        "/api/chat": {"messages": HELLO, "options": {"num_predict": 1}},
-        "/api/embed": {"input": "a"},
-        "/api/embeddings": {"prompt": "a"},
-        "/v1/embeddings": {"input": "a"},
-        "/tokenize": {"messages": HELLO},
-        "/detokenize": {"tokens": [1]},
-        "/apply-template": {"messages": HELLO},
-        "/v1/chat/completions/input_tokens": {"messages": HELLO},
-        "/v1/responses/input_tokens": {"input": "a"},
-        "/v1/messages/count_tokens": {"messages": HELLO},
-        "/api/show": {},
-    }
-)
 DECLARED = {one.path: frozenset(one.body.model_fields) for one in (*GENERATING, *CONVERTING)}
 ASKING: JSON = {
     "n": 2,
@@ -76,22 +52,26 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield one
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", BASES)
 def test_fields_whose_loss_changes_the_answer_are_refused(server: Running, path: str) -> None:
     refused = ANSWER_FIELDS if path in {one.path for one in GENERATING} else PROMPT_FIELDS
     for name in refused.keys() - DECLARED[path]:
-        reply = server.post(path, {**BODIES[path], name: ASKING.get(name, ["x"])})
+        reply = server.post(path, {**BASES[path], name: ASKING.get(name, ["x"])})
         assert reply.status_code == 400 and f"{name} is not supported" in reply.text, (name, reply.text)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_their_values_without_effect_are_taken(server: Running, path: str) -> None:
-    for name, harmless in ANSWER_FIELDS.items():
-        is_set_when_empty = name in ("think", "thinking_budget", "thinking_token_budget")
-        values = (None,) if is_set_when_empty else (*EMPTY, *harmless)
-        for value in () if name in DECLARED[path] | {"max_tokens"} else values:
-            reply = server.post(path, {**BODIES[path], name: value})
-            assert reply.status_code == 200, (name, value, reply.text)
+    set_when_empty = {"think", "thinking_budget", "thinking_token_budget"}
+    values = {
+        name: (None,) if name in set_when_empty else (*EMPTY, *harmless)
+        for name, harmless in ANSWER_FIELDS.items()
+        if name not in DECLARED[path] | {"max_tokens"}
+    }
+    for index in range(max(map(len, values.values()))):
+        fields = {name: some[index % len(some)] for name, some in values.items()}
+        reply = server.post(path, {**BASES[path], **fields})
+        assert reply.status_code == 200, reply.text
 
 
 @pytest.mark.parametrize(
@@ -99,7 +79,7 @@ def test_their_values_without_effect_are_taken(server: Running, path: str) -> No
 )
 def test_options_are_looked_into(server: Running, caplog: pytest.LogCaptureFixture, path: str, part: str) -> None:
     def body(**fields: Any) -> JSON:
-        return {**BODIES[path], part: {**BODIES[path][part], **fields}}
+        return {**BASES[path], part: {**BASES[path][part], **fields}}
 
     reply = server.post(path, body(mirostat=2))
     assert reply.status_code == 400 and f"{part}.mirostat is not supported" in reply.text
@@ -131,23 +111,27 @@ def test_window_of_penalties_is_refused_with_a_penalty(server: Running, path: st
 def test_other_fields_are_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="nano_inference.server"):
         for _ in range(3):
-            reply = server.post(CHAT, {**BODIES[CHAT], "sparkle": 1, "evil\nname": {"a": 1}, "user": "me"})
+            reply = server.post(CHAT, {**BASES[CHAT], "sparkle": 1, "evil\nname": {"a": 1}, "user": "me"})
             assert reply.status_code == 200
     messages = [text for record in caplog.records if "without effect" in (text := record.getMessage())]
     assert messages == ["fields without effect are ignored: 'evil\\nname', 'sparkle', 'user'"], "on one line"
 
 
-def test_number_of_logged_fields_is_bounded(server: Running) -> None:
-    flood = {f"field{index}": 1 for index in range(3000)}
-    assert server.post(CHAT, {**BODIES[CHAT], **flood}).status_code == 200
-    assert len(server.app.pipeline.ignored.logged) <= 1000
+def test_number_and_length_of_logged_fields_are_bounded(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    flood = {f"field{index}": 1 for index in range(3000)} | {f"{'y' * 100_000}{index}": 1 for index in range(3)}
+    with caplog.at_level(logging.WARNING):
+        assert server.post(CHAT, {**BASES[CHAT], **flood}).status_code == 200
+    logged = server.app.pipeline.ignored.logged
+    assert len(logged) <= 1000 and all(len(name) <= 64 for name in logged)
+    (line,) = [text for record in caplog.records if "without effect" in (text := record.getMessage())]
+    assert len(line) < 1000 and "more" in line
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", BASES)
 def test_a_strict_server_refuses_them(strict: Running, path: str) -> None:
     if path == "/chat/completions":
         return  # only of a nanochat model
-    base = BODIES[path]
+    base = BASES[path]
     harmless = {} if "tfs_z" in DECLARED[path] else {"tfs_z": 1.0}
     assert strict.post(path, {**base, **harmless, "zebra": None}).status_code == 200, "they ask for nothing"
     reply = strict.post(path, {**base, "zebra": 1, "x" * 500: 1})
