@@ -16,7 +16,9 @@ from nano_inference.text.tool_events import CallArguments, CallEnd, CallStart, C
 from tests.server.mounted import JSON
 from tests.server.tiny import Running, make_tiny, running
 
-GENERATE, CHAT, EMBED, EMBEDDINGS, SHOW = "/api/generate", "/api/chat", "/api/embed", "/api/embeddings", "/api/show"
+pytestmark = pytest.mark.slow
+
+GENERATE, CHAT, EMBED, SHOW = "/api/generate", "/api/chat", "/api/embed", "/api/show"
 HELLO: list[JSON] = [{"role": "user", "content": "hello"}]
 GREEDY: JSON = {"temperature": 0, "num_predict": 12}
 TOOL: JSON = {"type": "function", "function": {"name": "f", "description": "Does.", "parameters": {"type": "object"}}}

@@ -461,6 +461,3 @@ def test_client_disconnect_is_detected(server: Running, leave: Callable[[Wire], 
     assert client.file.read(1) == b"H"
     leave(client)
     assert reported(server, "/endless")[1] is None
-
-
-HEAD, WRITE, IDLE = 4001.5, 4002.5, 4003.0

@@ -21,6 +21,8 @@ from tests.cases import failures
 from tests.server.mounted import END_TOKEN, JSON, ended_after, engine_sample, ids, mounted, written
 from tests.server.tiny import Running
 
+pytestmark = pytest.mark.slow
+
 PATH = "/generate"
 ROUTE = Route(path=PATH, body=SglangBody, ask=ask_sglang, reply=SglangReply, summary="Generate as SGLang does.")
 HEALTH = Route(
@@ -268,15 +270,6 @@ def test_tokens_and_logprobs_equal_the_engines(
 
 
 REFUSED: list[tuple[Any, JSON, str]] = [
-    ({}, {"lora_path": "adapter"}, "lora_path"),
-    ({}, {"lora_id": "adapter"}, "lora_id"),
-    ({}, {"session_params": {"id": "a"}}, "session_params"),
-    ({}, {"custom_logit_processor": "code"}, "custom_logit_processor"),
-    ({}, {"image_data": "a"}, "image_data"),
-    ({}, {"video_data": "a"}, "video_data"),
-    ({}, {"audio_data": "a"}, "audio_data"),
-    ({}, {"modalities": ["image"]}, "modalities"),
-    ({}, {"input_embeds": [[0.5]]}, "input_embeds"),
     ({}, {"return_logprob": True, "token_ids_logprob": [260]}, "token_ids_logprob"),
     ({}, {"return_logprob": True, "token_ids_logprob": [1], "logprob_start_len": 0}, "token_ids_logprob"),
     ({}, {"return_logprob": True, "token_ids_logprob": [[1], [2]]}, "token_ids_logprob"),
