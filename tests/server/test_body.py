@@ -319,6 +319,7 @@ def check_answer(answer: Answer) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.nightly)])
 def test_mutated_bodies_never_cause_server_error(small: Running, count: int) -> None:
     """No 5xx, no error within a started stream, and the engine stays alive."""

@@ -11,6 +11,8 @@ import pytest
 import nano_inference
 from tests.server.tiny import Running, running
 
+pytestmark = pytest.mark.slow
+
 CALCULATOR = Path(nano_inference.__file__).parent / "nanochat" / "data" / "calculator"
 PATH, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY: dict[str, Any] = {

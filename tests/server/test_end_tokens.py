@@ -12,6 +12,8 @@ import pytest
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from tests.server.tiny import running
 
+pytestmark = pytest.mark.slow
+
 CONFIGS, TOKENIZERS, BOTH, OTHER = 65, 257, 66, 67
 """End tokens: of config.json, `eos_token` of the tokenizer, of generation_config.json; and none."""
 CASES: dict[str, tuple[Any, Any, set[int]]] = {

@@ -17,6 +17,8 @@ from nano_inference.server.trainers.schema import UPDATE_FORMS
 from tests.server.tiny import Running
 from tests.server.trainer import SHORT, Stream, make_weights, ok, refused, serving
 
+pytestmark = pytest.mark.slow
+
 PLAIN: Mapping[str, Any] = MappingProxyType(
     {"master_address": "127.0.0.1", "master_port": 4321, "rank_offset": 1, "world_size": 2, "group_name": "g"}
 )

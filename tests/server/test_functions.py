@@ -19,6 +19,8 @@ from nano_inference.server.engine_link import LoadedModel
 from nano_inference.text.grammar import Grammar, Grammars
 from tests.server.tiny import Running, make_tiny, opened, running
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "object",

@@ -20,6 +20,8 @@ from nano_inference import EngineConfig
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.run import HostedApp
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 60.0
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -15,6 +15,8 @@ from tests.server.mounted import mounted
 from tests.server.scripted import make_scripted
 from tests.server.tiny import Running
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "a\x85b\u2028c\u2029d"
 SAID = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
 NANOCHAT = "/nanochat/chat/completions"

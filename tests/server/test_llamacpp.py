@@ -19,6 +19,8 @@ from tests.cases import failures
 from tests.server.mounted import END_TOKEN, JSON, engine_sample, ids
 from tests.server.tiny import MAX_LEN, Running, make_tiny, opened, running
 
+pytestmark = pytest.mark.slow
+
 CHAT, COMPLETE, LLAMA, RENDER, RESPOND = (
     *("/v1/chat/completions", "/v1/completions", "/completion", "/apply-template", "/v1/responses"),
 )

@@ -16,6 +16,8 @@ from nano_inference.types import ModelError
 from tests.server.mounted import ids
 from tests.server.tiny import NAME, Running, make_tiny, opened, running
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("asked", "tokens"), [(None, CPU_STEP_TOKENS), (2048, 2048), (64, 64)])
 def test_steps_are_short_on_a_cpu_unless_asked_otherwise(asked: int | None, tokens: int) -> None:

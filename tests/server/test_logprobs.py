@@ -14,6 +14,8 @@ from nano_inference.server.config import ServerConfig
 from tests.server.mounted import JSON, ids
 from tests.server.tiny import Running, running
 
+pytestmark = pytest.mark.slow
+
 VOCAB_SIZE = 260
 SEED = 2**64 - 1
 

@@ -18,6 +18,8 @@ from nano_inference.server.transcript import transcripts_of
 from tests.nanochat.tiny import SPECIAL_IDS, model_config, state_dict, write_checkpoint, write_tokenizer
 from tests.server.tiny import Running, events_in, running
 
+pytestmark = pytest.mark.slow
+
 PATH = "/chat/completions"
 PAGE = "http://localhost:3000"
 JSON = dict[str, Any]

@@ -26,6 +26,8 @@ from nano_inference.server.openapi import openapi
 from nano_inference.server.trainers.routes import ADMIN_PATHS, QUESTIONS
 from tests.server.tiny import Running, running
 
+pytestmark = pytest.mark.slow
+
 DIALECTS = installed_dialects()
 MAX_LEN = 64
 COUNTS = pytest.mark.parametrize("count", [3, pytest.param(200, marks=pytest.mark.nightly)])

@@ -24,6 +24,8 @@ from tests.server.proxied import Front, proxied
 from tests.server.served import Process
 from tests.server.tiny import Running, events_in, running
 
+pytestmark = pytest.mark.slow
+
 TURN = [{"role": "user", "content": "Tell me about the sea and all the ships that cross it."}]
 CLOSED = "http://127.0.0.1:9"
 """No server listens on this port."""

@@ -12,6 +12,8 @@ from nano_inference.server.dialects.responses_reply import text_in
 from tests.server.reasoner import ANSWER, PLAIN, THOUGHT, make_reasoner
 from tests.server.tiny import Running, events_in, running
 
+pytestmark = pytest.mark.slow
+
 JSON = dict[str, Any]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HELLO: list[JSON] = [{"role": "user", "content": "2+2?"}]

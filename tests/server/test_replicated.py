@@ -17,6 +17,8 @@ from tests.server.replicated import BYTES, Group, replicated
 from tests.server.tiny import Running
 from tests.server.trainer import PROMPT, SHORT, fresh_tokens, held, make_weights, ok, refused, serving, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def shelf(tiny_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

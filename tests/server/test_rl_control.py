@@ -23,6 +23,8 @@ from tests.cases import failures
 from tests.server.tiny import Running
 from tests.server.trainer import LONG, PROMPT, SHORT, Hold, Stream, held, ok, refused, serving, until
 
+pytestmark = pytest.mark.slow
+
 WRONG = {"tags": 1, "mode": 1, "is_checkpoint_format": 1}
 """Wrong types, so that commands with these fields are refused without an effect."""
 HALTED = 'nano_inference_engine_halted{engine="0",model_name="tiny"} '

@@ -33,6 +33,8 @@ from tests.server.trainer import (
 from tests.weights.plain_trainer import Named, Trainer, dtypes_and_shapes, trainer_process
 from tests.weights.test_group import free_port
 
+pytestmark = pytest.mark.slow
+
 PLACE = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2}
 LISTS = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}
 

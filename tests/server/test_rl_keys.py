@@ -17,6 +17,8 @@ from tests.cases import failures
 from tests.server.tiny import Running
 from tests.server.trainer import ok, refused, serving
 
+pytestmark = pytest.mark.slow
+
 KEY, ADMIN = "ordinary-key", "admin-key-1"
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,6 +23,8 @@ from tests.server.trainer import SHORT, Hold, Stream, make_weights, ok, refused,
 from tests.weights.plain_trainer import Trainer, trainer_process
 from tests.weights.test_group import free_port
 
+pytestmark = pytest.mark.slow
+
 INFO = {"master_address": "127.0.0.1", "rank_offset": 1, "world_size": 2}
 
 

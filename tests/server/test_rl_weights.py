@@ -33,6 +33,9 @@ from tests.server.trainer import (
     until,
 )
 
+pytestmark = pytest.mark.slow
+
+
 Change = Callable[[dict[str, torch.Tensor]], object]
 
 

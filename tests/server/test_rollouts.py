@@ -15,6 +15,8 @@ from nano_inference.server.config import ServerConfig
 from tests.server.mounted import NANOCHATS, mounted
 from tests.server.tiny import Running, running
 
+pytestmark = pytest.mark.slow
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(b"What is a rollout?")
 ASK: dict[str, Any] = {

@@ -19,6 +19,8 @@ from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.run import Listener, Shutdown, bind, serve
 from tests.server.tiny import opened
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ServerConfig(port=0, log_requests=False)
 
 

@@ -25,6 +25,8 @@ from nano_inference.cli import main
 from tests.server.served import PATIENCE, Process
 from tests.server.tiny import make_tiny
 
+pytestmark = pytest.mark.slow
+
 LOADED = r"(\w+) accepts requests at \S+, process (\d+), after [\d.]+ s, \d+ MiB"
 KEY = "a-key-for-tests"
 OPTIONS = ("--port", "0", "--num-threads", "1", "--kv-cache-bytes", "8MiB")

@@ -16,6 +16,8 @@ from tests.server.test_openai_client import client_of
 from tests.server.test_responses import streamed
 from tests.server.tiny import MAX_LEN, Running, running
 
+pytestmark = pytest.mark.slow
+
 JSON = dict[str, Any]
 PATH = "/v1/responses"
 SHORT: JSON = {"temperature": 0, "max_output_tokens": 8, "return_token_ids": True}

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save
 from tests.server.tiny import Running
 from tests.server.trainer import PROMPT, SHORT, Stream, fresh_tokens, make_weights, ok, refused, serving
 
+pytestmark = pytest.mark.slow
+
 PATH = "/update_weights_from_body"
 BYTES = {"content-type": "application/octet-stream"}
 

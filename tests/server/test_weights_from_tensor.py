@@ -24,6 +24,8 @@ from tests.server.tiny import Running
 from tests.server.trainer import PROMPT, SHORT, Stream, fresh_tokens, make_weights, ok, refused, serving, weights_of
 from tests.weights.shared_trainer import SharedTrainer, shared_trainer
 
+pytestmark = pytest.mark.slow
+
 PATH = "/update_weights_from_tensor"
 FIELD = "serialized_named_tensors"
 KEY = {"authorization": "Bearer an-admin-key"}
