@@ -8,37 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import anthropic
 import instructor
 import openai
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
+
+from tests.clients.weather import Day, Report
 
 HELLO: Any = {"messages": [{"role": "user", "content": "The weather in Bern?"}]}
 SEEDS = range(3)
 BRACE = ord("}") - ord("!")
 """The tiny model's token of a closing brace."""
-
-
-class Day(BaseModel):
-    """Every field is bounded, so that any model's answer ends."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    number: Annotated[int, Field(ge=1, le=31)]
-    kind: Literal["sun", "rain"]
-    note: Annotated[str, Field(max_length=8)]
-
-
-class Report(BaseModel):
-    """An object with a list of objects."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    city: Annotated[str, Field(min_length=1, max_length=10)]
-    days: Annotated[list[Day], Field(min_length=1, max_length=2)]
-    unit: Literal["C", "F"]
 
 
 class Open(BaseModel):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.process import NEEDED, Served
+from tests.clients.weather import City, Day, Weekday
 
 langchain = pytest.importorskip("langchain_openai", reason=f"langchain-openai: {NEEDED}")
 tools = pytest.importorskip("langchain_core.tools", reason=f"langchain-core: {NEEDED}")
@@ -17,16 +17,6 @@ tools = pytest.importorskip("langchain_core.tools", reason=f"langchain-core: {NE
 pytest_plugins = ["tests.clients.servers"]
 
 ROOM: dict[str, Any] = {"max_tokens": 400, "temperature": 1}
-
-
-class Day(BaseModel):
-    """A day's weather; every field is bounded, so that any model's answer ends."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    number: Annotated[int, Field(ge=1, le=31)]
-    kind: Literal["sun", "rain"]
-    note: Annotated[str, Field(max_length=8)]
 
 
 def model_of(server: Served, **options: Any) -> Any:
@@ -68,7 +58,7 @@ def test_structured_output(roomy_server: Served, method: str) -> None:
 @pytest.mark.parametrize("is_response", [False, True])
 def test_bound_tools_are_called(roomy_server: Served, is_response: bool) -> None:
     @tools.tool
-    def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
+    def weather(city: City, day: Weekday) -> str:
         """Return the weather."""
         return f"rain in {city} on {day}"
 

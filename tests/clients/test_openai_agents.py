@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
 
 from tests.clients.process import NEEDED, Served
+from tests.clients.weather import City, Day, Weekday
 
 agents = pytest.importorskip("agents", reason=f"openai-agents: {NEEDED}")
 
@@ -18,14 +18,6 @@ pytest_plugins = ["tests.clients.servers"]
 
 MODELS = ("OpenAIChatCompletionsModel", "OpenAIResponsesModel")
 TURNS = 10
-
-
-class Day(BaseModel):
-    """Every field is bounded, so that any model's answer ends."""
-
-    number: Annotated[int, Field(ge=1, le=31)]
-    kind: Literal["sun", "rain"]
-    note: Annotated[str, Field(max_length=8)]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +39,7 @@ def run_with_model(server: Served, kind: str, work: Callable[[Any], Awaitable[An
 def agent(model: Any, calls: list[tuple[str, int]] | None, output: Any, **options: Any) -> Any:
     """Return an agent; if `calls` is a list, the agent must call a function first, which appends to it."""
 
-    def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
+    def weather(city: City, day: Weekday) -> str:
         """Return the weather."""
         assert calls is not None
         calls.append((city, day))

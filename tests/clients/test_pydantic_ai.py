@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.process import NEEDED, Served
+from tests.clients.weather import City, Day, Report, Weekday
 
 pydantic_ai = pytest.importorskip("pydantic_ai", reason=f"pydantic-ai: {NEEDED}")
 anthropic = pytest.importorskip("anthropic", reason=f"anthropic: {NEEDED}")
@@ -24,26 +24,6 @@ pytest_plugins = ["tests.clients.servers"]
 
 DIALECTS = ("chat", "responses", "messages")
 QUESTION = "The weather in Bern?"
-
-
-class Day(BaseModel):
-    """Every field is bounded, so that any model's answer ends."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    number: Annotated[int, Field(ge=1, le=31)]
-    kind: Literal["sun", "rain"]
-    note: Annotated[str, Field(max_length=8)]
-
-
-class Report(BaseModel):
-    """An object with a list of objects."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    city: Annotated[str, Field(min_length=1, max_length=10)]
-    days: Annotated[list[Day], Field(min_length=1, max_length=2)]
-    unit: Literal["C", "F"]
 
 
 class FirstWeather(capabilities.AbstractCapability):
@@ -123,7 +103,7 @@ async def _run_three_times(one: Any) -> list[Any]:
 def _check_function(server: Served, dialect: str, name: str, max_tokens: int) -> None:
     calls: list[tuple[str, int]] = []
 
-    def weather(city: Annotated[str, Field(max_length=8)], day: Annotated[int, Field(ge=1, le=7)]) -> str:
+    def weather(city: City, day: Weekday) -> str:
         """Return the weather."""
         calls.append((city, day))
         return "heavy rain"
