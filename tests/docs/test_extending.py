@@ -20,6 +20,8 @@ from nano_inference.support.plugins import PluginError
 from tests.docs.pages import ROOT
 from tests.server.tiny import Running, running
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 KEY = "a-key-of-32-characters-and-more-0"
 IN_PYTHON = """

@@ -101,5 +101,6 @@ def test_sources_name_only_pages_that_exist() -> None:
     assert [(path, name) for path, name in named if name not in ELSEWHERE and not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     assert PICTURE.read_text() == drawn(), "run scripts/architecture.py"

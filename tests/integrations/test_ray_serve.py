@@ -9,6 +9,8 @@ import pytest
 
 from tests.forking import Forks
 
+pytestmark = pytest.mark.slow
+
 LINE = "Ray Serve is not installed: pip install 'nano-inference[ray]'"
 CODE = """
 from nano_inference import EngineConfig

@@ -20,6 +20,8 @@ from nano_inference.server.verl.rollout import EngineRollout
 from nano_inference.server.verl.server import RolloutServer
 from tests.server.tiny import make_tiny
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [72, 101, 108, 108, 111]
 GREEDY = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 LONG = {**GREEDY, "ignore_eos": True, "max_tokens": 1500}
