@@ -12,6 +12,8 @@ from tests.pool.engines import PARAMS, PROMPTS, SEED, Engines, config_of, facts
 from tests.weights.pairs import Pair
 from tests.weights.test_group import exit_during_send, send_wrong_then_right, trainer_process
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pool(untied: Pair) -> Iterator[RolloutPool]:
@@ -19,7 +21,6 @@ def pool(untied: Pair) -> Iterator[RolloutPool]:
         yield one
 
 
-@pytest.mark.slow
 def test_pool_updates_from_a_broadcast_and_rejects_a_wrong_one(pool: RolloutPool, untied: Pair, tmp_path: Path) -> None:
     old = pool.weights_checksum()
     with trainer_process(send_wrong_then_right, untied.named(), tmp_path) as port:

@@ -27,6 +27,8 @@ from tests.pool.engines import SEED, facts
 from tests.server.tiny import Running, make_tiny, running
 from tests.server.trainer import make_weights, serving
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3, 1, 4, 1, 5, 9, n] for n in range(8)]
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
 RICH = SamplingParams(

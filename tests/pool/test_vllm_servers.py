@@ -15,6 +15,8 @@ from tests.server.tiny import make_tiny
 from tests.server.trainer import serving
 from tests.weights.pairs import Pair
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stubs(untied: Pair) -> Iterator[list[Stub]]:
