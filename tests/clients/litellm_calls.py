@@ -35,7 +35,6 @@ def joined(chunks: Any) -> str:
 
 
 async def streamed(chat: Any) -> str:
-    """Return the text of an asynchronous stream."""
     return joined([chunk async for chunk in await litellm.acompletion(**chat, stream=True)])
 
 

@@ -112,7 +112,6 @@ def _read(process: subprocess.Popen[str], lines: list[str], news: queue.SimpleQu
 
 
 def _line(news: queue.SimpleQueue[str], prefix: str, served: Served) -> str:
-    """Return the next line with this prefix."""
     deadline = time.monotonic() + PATIENCE
     while served.process.poll() is None and time.monotonic() < deadline:
         try:

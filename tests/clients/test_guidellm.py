@@ -37,7 +37,6 @@ def tokenizer_directory(default_model_path: Path, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def default_server(default_model_path: Path) -> Iterator[Served]:
-    """A server of the default model."""
     with serving(default_model_path, "--device", "cpu", "--kv-cache-bytes", str(256 << 20)) as served:
         yield served
 

@@ -28,8 +28,6 @@ def renderer(tiny_directory: Path) -> Any:
 
 
 def run_with_client(server: Served, work: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
-    """Run a coroutine with an OpenAI client of the server."""
-
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             return await work(client)
@@ -38,7 +36,6 @@ def run_with_client(server: Served, work: Callable[[openai.AsyncOpenAI], Awaitab
 
 
 def generated(server: Served, renderer: Any, messages: Any = HELLO, **fields: Any) -> dict[str, Any]:
-    """Return the result of renderers' `generate`."""
     from renderers.client import generate
 
     params = {"sampling_params": GREEDY, **fields}

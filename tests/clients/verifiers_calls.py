@@ -25,7 +25,6 @@ async def main(url: str, directory: str) -> dict[str, Any]:
 
 
 async def episode(client: Any) -> dict[str, Any]:
-    """Return one episode of the environment."""
     config = vf.SingleAgentEnvConfig.model_validate(
         {"taskset": {"id": NAME}, "agent": {"harness": {"id": NAME}, "runtime": {"type": "subprocess"}}}
     )

@@ -77,7 +77,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def succeeded() -> list[Command]:
-    """`Place.succeeded`."""
     return []
 
 

@@ -43,7 +43,6 @@ def asks_default(text: str) -> bool:
 
 
 def python_pages() -> Iterator[Any]:
-    """Yield every page that has Python."""
     for path in PAGES:
         texts = [block.text for block in blocks_of(path) if block.language == "python"]
         if texts:

@@ -13,7 +13,6 @@ from tests.server.tiny import Running, make_tiny, running
 
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tiny model."""
     return make_tiny(tmp_path_factory.mktemp("tiny_served"))
 
 

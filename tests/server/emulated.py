@@ -140,7 +140,6 @@ class Emulated:
         return self.gates[index, path]
 
     def request(self, path: str, body: Any = None, *, query: str = "") -> tuple[Scope, Receive]:
-        """Return a request of a client."""
         messages: list[Message] = [{"type": "http.request", "body": json.dumps(body or {}).encode()}]
 
         async def receive() -> Message:

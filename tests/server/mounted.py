@@ -46,7 +46,6 @@ CONVERTING: tuple[Converting, ...] = tuple(
 
 
 def ids(text: str) -> list[int]:
-    """Return the tokens of a text."""
     return [BYTES.index(byte) for byte in text.encode()]
 
 

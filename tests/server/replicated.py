@@ -81,7 +81,6 @@ class Group:
     """Cleared, replicas that are started do not become ready."""
 
     def replica(self, index: int) -> Running:
-        """Return the running replica at a place."""
         found = self.replicas[index][-1].running
         assert found is not None
         return found

@@ -43,8 +43,6 @@ def opened(engine: Any) -> LoadedModel:
 def run_with_link(
     work: Callable[[EngineLink], Awaitable[None]], engine: Any | None = None, *, step_timeout: float = 60
 ) -> None:
-    """Run a coroutine with a link to an engine."""
-
     async def main() -> None:
         link = EngineLink(step_timeout=step_timeout)
         await link.start(lambda: opened(engine or fake_engine()))

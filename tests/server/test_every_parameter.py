@@ -133,7 +133,6 @@ def fields_of(body: type[Body], where: str = "") -> set[str]:
 
 
 def bodies_in(annotation: Any) -> set[type[Body]]:
-    """Return the body classes in a type annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return {annotation}
     return {body for one in get_args(annotation) for body in bodies_in(one)}

@@ -45,7 +45,6 @@ def refusal(model: ServedModel, /, **fields: Any) -> ApiError:
 
 
 def rendered(model: ServedModel, /, **fields: Any) -> str:
-    """Return the rendered prompt."""
     call = ask_messages(body_of(**fields), model, CONFIG, "")
     return model.tokenizer.decode(call.requests[0].prompt, skip_special=False)
 

@@ -114,7 +114,6 @@ class World:
         return self.dispatcher.after_step(stats)
 
     def end(self, outbox: Outbox) -> None:
-        """End all samples of a outbox."""
         for row in outbox.times:
             for clock in row:
                 clock.ended = time.monotonic()

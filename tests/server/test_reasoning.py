@@ -103,7 +103,6 @@ def message_blocks(server: Running, **fields: Any) -> tuple[list[JSON], JSON]:
 
 
 def events_in_named(text: str) -> list[JSON]:
-    """Return the data of named events."""
     return events_in("\n\n".join(block.partition("\n")[2] for block in text.split("\n\n")))
 
 

@@ -45,7 +45,6 @@ def single(tiny_directory: Path, shelf: Path) -> Iterator[Running]:
 
 
 def send(client: Any, form: str, name: str, shelf: Path, label: str = "step") -> Any:
-    """Send an update in one of the forms."""
     if form == "sglang":
         return client.post("/update_weights_from_disk", json={"model_path": name, "weight_version": label})
     if form == "vllm":

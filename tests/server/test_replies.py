@@ -46,7 +46,6 @@ def delta(
 
 
 def filled(call: Generation, tokens: Sequence[int], reason: str = "length", **sample: Any) -> list[Transcript]:
-    """Return transcripts that all have the same tokens."""
     transcripts = transcripts_of(call)
     for transcript in transcripts:
         done = replace(sample_of(tokens, reason, None), **sample)
@@ -142,7 +141,6 @@ def streamed(outbox: Outbox, seconds_left: float = 3600.0) -> list[Any]:
 
 
 def ids_of(chunk: Any) -> list[int]:
-    """Return the tokens of a chunk."""
     return [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
 
 

@@ -20,7 +20,6 @@ GBNF = 'root ::= "a"'
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar of a request."""
     found = structure_of(fields)
     return None if found is None else found.grammar
 

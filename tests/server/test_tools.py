@@ -25,7 +25,6 @@ CALCULATOR = {"type": "calculator"}
 
 
 def use(template: str | None = None, **fields: Any) -> ToolUse | None:
-    """Return the tools of a body with these fields."""
     return requested_tools(parse(json.dumps(fields).encode(), ToolFields), template)
 
 

@@ -54,7 +54,6 @@ def fresh_tokens(tiny: Path, weights: Path, prompt: Sequence[int], params: Sampl
 
 
 def weights_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Return {name: weight} of a directory."""
     model = transformers.LlamaForCausalLM.from_pretrained(directory)
     return {name: weight.detach() for name, weight in model.named_parameters()}
 

@@ -30,12 +30,10 @@ class ChatDriver:
         expect(self.page.locator("#send")).to_be_enabled()
 
     def type(self, text: str) -> None:
-        """Type a message and send it."""
         self.page.fill("#draft", text)
         self.page.press("#draft", "Enter")
 
     def answers(self) -> Locator:
-        """Return the answers on the page."""
         return self.page.locator(".message.assistant")
 
     def last(self) -> Locator:
@@ -43,7 +41,6 @@ class ChatDriver:
         return self.answers().last
 
     def press(self, name: str, within: Locator | None = None) -> None:
-        """Press a button by its name."""
         (within or self.page).get_by_role("button", name=name, exact=True).click()
 
     def fact(self, name: str, within: Locator | None = None) -> Locator:

@@ -61,5 +61,4 @@ def fake() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def chat(context: BrowserContext, fake: FakeServer) -> ChatDriver:
-    """The chat page of the fake server."""
     return ChatDriver(context, fake.url)

@@ -49,11 +49,9 @@ class Answer:
         self._loop.call_soon_threadsafe(self._pieces.put_nowait, data)
 
     def event(self, value: Any) -> None:
-        """Send an event."""
         self.raw(f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode())
 
     def choice(self, delta: dict[str, Any], index: int = 0, **extras: Any) -> None:
-        """Send a choice's delta."""
         self.event({"choices": [{"index": index, "delta": delta, "finish_reason": None, **extras}]})
 
     def say(self, *words: str, index: int = 0) -> None:

@@ -34,7 +34,6 @@ def page(context: BrowserContext, server: Running) -> Iterator[Page]:
 
 
 def route(page: Page, path: str, method: str = "POST") -> Locator:
-    """Return the element of a route."""
     exact = page.locator(".path", has_text=path).and_(page.get_by_text(path, exact=True))
     return page.locator(".route").filter(has=exact).filter(has=page.get_by_text(method, exact=True))
 
