@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect
 
-from tests.server.tiny import make_tiny, running
+from tests.server.tiny import Running, make_tiny, running
 from tests.web.chat_driver import ChatDriver
 from tests.web.chromium import launched
 from tests.web.fake import TIMEOUT_S, FakeServer, serving
@@ -46,10 +46,15 @@ def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server_url(tiny_directory: Path) -> Iterator[str]:
-    """The address of a real server with the tiny model."""
-    with running(tiny_directory) as server:
-        yield server.url
+def server(tiny_directory: Path) -> Iterator[Running]:
+    """A real server with the tiny model."""
+    with running(tiny_directory) as one:
+        yield one
+
+
+@pytest.fixture
+def server_url(server: Running) -> str:
+    return server.url
 
 
 @pytest.fixture

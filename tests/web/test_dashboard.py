@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,12 +99,6 @@ class Board:
 
 def number(text: str | None) -> float | None:
     return float(text) if text else None
-
-
-@pytest.fixture(scope="module")
-def server(tiny_directory: Path) -> Iterator[Running]:
-    with running(tiny_directory) as one:
-        yield one
 
 
 @pytest.fixture

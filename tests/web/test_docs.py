@@ -17,12 +17,6 @@ KEY = "a-key-of-some-length"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module")
-def server(tiny_directory: Path) -> Iterator[Running]:
-    with running(tiny_directory) as one:
-        yield one
-
-
 @pytest.fixture
 def page(context: BrowserContext, server: Running) -> Iterator[Page]:
     """The page, whose requests go to this server only, and which logs no error."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from tests.server.tiny import Running, opened, running
 from tests.web.chat_driver import ChatDriver, shown_text
 
 QUESTION = "Tell me"
-
-
-@pytest.fixture(scope="module")
-def server(tiny_directory: Path) -> Iterator[Running]:
-    with running(tiny_directory) as one:
-        yield one
 
 
 @pytest.fixture

@@ -39,7 +39,8 @@ class Watch:
 
 def axe_violations(page: Page) -> list[str]:
     """Return the violations that axe-core finds in a page's current state: rule and elements."""
-    page.evaluate(_AXE.read_text())
+    if page.evaluate("typeof axe === 'undefined'"):
+        page.evaluate(_AXE.read_text())
     found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
     return [
         f"{one['id']}: {node['target']} {node['failureSummary']}"
