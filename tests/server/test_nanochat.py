@@ -39,7 +39,6 @@ BOS, H = SPECIAL_IDS["bos"], list(b"hello")
 PROMPTS: list[tuple[list[JSON], list[int]]] = [
     (HELLO, [BOS, U, *H, V, A]),
     ([user("a"), user("b")], [BOS, U, 97, V, U, 98, V, A]),
-    ([assistant("a")], [BOS, A, 97, B, A]),
     ([assistant("a"), user("b")], [BOS, A, 97, B, U, 98, V, A]),
     (
         [user("a"), assistant("b"), assistant("c"), user("d"), user("e")],
@@ -53,14 +52,10 @@ PROMPTS: list[tuple[list[JSON], list[int]]] = [
 NUMBERS: list[tuple[JSON, tuple[float, int, int]]] = [
     ({}, (0.8, 512, 50)),
     ({"temperature": "0.5"}, (0.5, 512, 50)),
-    ({"max_tokens": "7"}, (0.8, 7, 50)),
-    ({"top_k": "9"}, (0.8, 512, 9)),
     ({"temperature": 1}, (1.0, 512, 50)),
     ({"max_tokens": 7.0}, (0.8, 7, 50)),
-    ({"max_tokens": "7.0"}, (0.8, 7, 50)),
     ({"top_k": " 9 "}, (0.8, 512, 9)),
     ({"top_k": True}, (0.8, 512, 1)),
-    ({"temperature": True}, (1.0, 512, 50)),
     ({"temperature": None, "max_tokens": None, "top_k": None}, (0.8, 512, 50)),
     ({"user": "me", "stream": True}, (0.8, 512, 50)),
 ]
@@ -72,29 +67,22 @@ STATUSES: list[tuple[JSON, int]] = [
     ({"messages": []}, 400),
     ({"messages": HELLO * 501}, 400),
     ({"messages": [{"role": "system", "content": "a"}]}, 400),
-    ({"messages": [{"role": "tool", "content": "a"}]}, 400),
     ({"messages": [user("a" * 8001)]}, 400),
     ({"messages": [user("a" * 8000)] * 5}, 400),
     ({"messages": "hello"}, 422),
-    ({"messages": user("a")}, 422),
     ({}, 422),
-    ({"messages": None}, 422),
     ({"messages": [1]}, 422),
-    ({"messages": [{}]}, 422),
     ({"messages": [{"role": "user"}]}, 422),
     ({"messages": [{"content": "a"}]}, 422),
-    ({"messages": [{"role": 5, "content": "a"}]}, 422),
     ({"messages": [user(5)]}, 422),
-    ({"messages": [user(None)]}, 422),
     ({"messages": [user([{"type": "text", "text": "a"}])]}, 422),
-    ({"messages": [{"role": "system", "content": 5}]}, 422),
     ({"messages": [{"role": "system", "content": "a"}], "temperature": "x"}, 422),
-    ({"messages": [user("")], "top_k": []}, 422),
-    *(({"messages": HELLO, **fields}, 400) for fields in ({"temperature": 2.5}, {"temperature": "2.5"})),
-    *(({"messages": HELLO, **fields}, 400) for fields in ({"temperature": -1}, {"top_k": -1}, {"top_k": 201})),
-    *(({"messages": HELLO, **fields}, 400) for fields in ({"max_tokens": 0}, {"max_tokens": 4097})),
-    *(({"messages": HELLO, **fields}, 422) for fields in ({"max_tokens": 7.5}, {"temperature": "warm"})),
-    *(({"messages": HELLO, **fields}, 422) for fields in ({"top_k": "many"}, {"temperature": [1]})),
+    *(
+        ({"messages": HELLO, "temperature": value}, status)
+        for value, status in (("2.5", 400), (-1, 400), ("warm", 422))
+    ),
+    *(({"messages": HELLO, "top_k": value}, status) for value, status in ((-1, 400), (201, 400), ("many", 422))),
+    *(({"messages": HELLO, "max_tokens": value}, status) for value, status in ((0, 400), (4097, 400), (7.5, 422))),
 ]
 
 

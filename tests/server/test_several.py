@@ -86,10 +86,8 @@ def test_an_unknown_model_is_refused_and_unloads_nothing(client: openai.OpenAI, 
         ask(client, "three")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("three")
-    assert (
-        http.post("/v1/chat/completions", content=b"{no json", headers={"content-type": "application/json"}).status_code
-        == 400
-    )
+    no_json = http.post("/v1/completions", content=b"{no json", headers={"content-type": "application/json"})
+    assert no_json.status_code == 400
     assert states(http)["one"] == "loaded"
 
 
@@ -180,24 +178,15 @@ def test_the_field_model_chooses_the_model_which_is_loaded_for_it(client: openai
 def test_the_terminal_chat_chooses_a_model_with_a_command(server: tuple[Process, str]) -> None:
     """The first model is the default; another one is loaded by /model, with its own context and defaults."""
     command = [sys.executable, "-m", "nano_inference", "chat", "--server", server[1], "--max-tokens", "4", "--quiet"]
-    ended = subprocess.run(
-        command,
-        input="/model\nhello\n/model two\nhello\n/model three\n/model broken\n",
-        env={**os.environ, "NANO_INFERENCE_API_KEY": KEY},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    typed = "/model\nhello\n/model two\nhello\n/model three\n/model broken\n"
+    options: Any = {"env": {**os.environ, "NANO_INFERENCE_API_KEY": KEY}, "timeout": PATIENCE, "check": False}
+    ended = subprocess.run(command, input=typed, capture_output=True, text=True, **options)
     shown = re.findall(r"^(?:model|context) +(\S+)", ended.stderr, re.MULTILINE)
     assert shown == ["one", "512", "two", "256"], ended.stderr
     assert "models   one, two, broken" in ended.stderr
     assert "/model must be followed by one of the server's models: one, two, broken" in ended.stderr
     assert "the model broken could not be loaded" in ended.stderr
-    asked = [
-        re.search(r'"path":"/v1/chat/completions","status":200', line[0]) for line in server[0].wait_for("chat/c.*")
-    ]
-    assert len(asked) >= 2
+    assert len(server[0].wait_for(r'"path":"/v1/chat/completions","status":200')) >= 2
 
 
 def test_a_damaged_model_is_one_error_and_the_others_are_unaffected(client: openai.OpenAI, http: httpx2.Client) -> None:
@@ -273,9 +262,8 @@ def test_without_a_key_a_post_loads_what_a_get_then_describes(keyless: httpx2.Cl
 @pytest.fixture(scope="module")
 def keyless(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
     """A server without keys, as it is by default."""
-    process = Process(
-        ["--model", str(directories["one"]), "--further-model", f"two={directories['two']}", *OPTIONS], {}
-    )
+    models = ["--model", str(directories["one"]), "--further-model", f"two={directories['two']}"]
+    process = Process([*models, *OPTIONS], {})
     try:
         (listening,) = process.wait_for(r"^listening on (\S+), loading one")
         process.wait_for("^ready: one")
@@ -312,8 +300,6 @@ def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_p
         (["--further-model", "two=ONE", "--enable-rl"], "--further-model: routes for trainers need a server of one"),
         (["--further-model", "two=ONE", "--workers", "http://127.0.0.1:1"], "--further-model cannot be used with"),
         (["--further-model", "two=ONE", "--chat-template", "chatml"], "--chat-template belongs to one model"),
-        (["--further-model", "two=ONE", "--chat-template-kwargs", "{}"], "--chat-template-kwargs belongs to one model"),
-        (["--further-model", "two=ONE", "--override", "rope_theta=1"], "--override"),
         (["--further-model", "two=ONE", "--models-memory", "1KiB"], "one: its files have [0-9]+ bytes, more than"),
     ],
 )
