@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,21 +54,17 @@ def model_config(directory: Path, **changes: Any) -> Any:
     return SimpleNamespace(**{**fields, **changes})
 
 
-def run(
-    directory: Path, work: Callable[[RolloutServer], Awaitable[None]], mode: RolloutMode = "hybrid", **changes: Any
-) -> None:
-    """Run a coroutine with a launched server."""
-
-    async def inside() -> None:
-        read = lambda: rollout_options(rollout_config(**changes), model_config(directory), mode)  # noqa: E731
-        server = RolloutServer(read, SimpleNamespace)
-        await server.launch_server("127.0.0.1")
-        try:
-            await asyncio.wait_for(work(server), 120)
-        finally:
-            await server.shutdown()
-
-    asyncio.run(inside())
+@asynccontextmanager
+async def opened(directory: Path, mode: RolloutMode = "hybrid", **changes: Any) -> AsyncIterator[RolloutServer]:
+    """A launched server."""
+    read = lambda: rollout_options(rollout_config(**changes), model_config(directory), mode)  # noqa: E731
+    server = RolloutServer(read, SimpleNamespace)
+    await server.launch_server("127.0.0.1")
+    try:
+        async with asyncio.timeout(120):
+            yield server
+    finally:
+        await server.shutdown()
 
 
 class Remote:
@@ -98,11 +95,11 @@ def changed_weights(directory: Path) -> dict[str, torch.Tensor]:
     return {name: value.detach() + torch.randn_like(value) * 0.05 for name, value in model.named_parameters()}
 
 
-def test_generate_returns_what_the_engine_samples(directory: Path) -> None:
+async def test_generate_returns_what_the_engine_samples(directory: Path) -> None:
     with engine_of(directory) as engine:
         (wanted,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
 
-    async def work(server: RolloutServer) -> None:
+    async with opened(directory) as server:
         output = await server.generate(PROMPT, dict(GREEDY), "a")
         assert output.token_ids == list(wanted.completion_tokens)
         assert output.log_probs == pytest.approx(wanted.logprobs, abs=1e-5)
@@ -112,11 +109,10 @@ def test_generate_returns_what_the_engine_samples(directory: Path) -> None:
         assert quiet.log_probs is None and quiet.token_ids == output.token_ids
         assert quiet.extra_fields["num_cached_tokens"] == len(PROMPT) - 1
 
-    run(directory, work)
 
+async def test_limits_of_a_response_are_verls(directory: Path) -> None:
+    async with opened(directory, max_model_len=64) as server:
 
-def test_limits_of_a_response_are_verls(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
         async def length(num_prompt: int, **limits: int) -> int:
             output = await server.generate([5] * num_prompt, {**GREEDY, "ignore_eos": True, **limits}, "a")
             return len(output.token_ids)
@@ -128,11 +124,9 @@ def test_limits_of_a_response_are_verls(directory: Path) -> None:
         with pytest.raises(BadRequest, match="prompt_ids: 64 tokens leave no room in the context of 64"):
             await length(64)
 
-    run(directory, work, max_model_len=64)
 
-
-def test_unsupported_options_of_verl_are_refused_by_name(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_unsupported_options_of_verl_are_refused_by_name(directory: Path) -> None:
+    async with opened(directory) as server:
         for field, value in (("guided", 1), ("top_p", 3), ("n", 2)):
             with pytest.raises(ValueError, match=field):
                 await server.generate(PROMPT, {**GREEDY, field: value}, "a")
@@ -140,26 +134,22 @@ def test_unsupported_options_of_verl_are_refused_by_name(directory: Path) -> Non
             await server.generate(PROMPT, GREEDY, "a", image_data=["a picture"])
         assert (await server.generate(PROMPT, GREEDY, "a", image_data=[], priority=3)).token_ids
 
-    run(directory, work)
 
-
-def test_full_determinism_seeds_each_request_by_its_id(directory: Path) -> None:
+async def test_full_determinism_seeds_each_request_by_its_id(directory: Path) -> None:
     hot = {**GREEDY, "temperature": 1.5, "ignore_eos": True}
 
-    async def work(server: RolloutServer) -> None:
+    async with opened(directory, full_determinism=True) as server:
         first, again, other = [(await server.generate(PROMPT, hot, name)).token_ids for name in ("a", "a", "b")]
         assert first == again != other
-
-    run(directory, work, full_determinism=True)
     assert seed_of(1, "a") != seed_of(2, "a")
 
 
 @pytest.mark.parametrize("count", [0, 3])
-def test_prompt_logprobs_are_in_the_rows_of_distillation(directory: Path, count: int) -> None:
+async def test_prompt_logprobs_are_in_the_rows_of_distillation(directory: Path, count: int) -> None:
     with engine_of(directory) as engine:
         scores = engine.score(PROMPT)
 
-    async def work(server: RolloutServer) -> None:
+    async with opened(directory) as server:
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count, "detokenize": False}
         output = await server.generate(PROMPT, params, "a")
         ids, logprobs = output.extra_fields["prompt_ids"], output.extra_fields["prompt_logprobs"]
@@ -169,8 +159,6 @@ def test_prompt_logprobs_are_in_the_rows_of_distillation(directory: Path, count:
             assert [row[0] for row in logprobs[:-1]] == pytest.approx(scores, abs=1e-5)
         else:
             assert all(row == sorted(row, reverse=True) for row in logprobs)
-
-    run(directory, work)
 
 
 async def num_running(server: RolloutServer) -> float:
@@ -193,8 +181,8 @@ async def started(server: RolloutServer, request_id: str) -> asyncio.Task[Any]:
     return task
 
 
-def test_aborted_requests_return_their_tokens_and_continue(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_aborted_requests_return_their_tokens_and_continue(directory: Path) -> None:
+    async with opened(directory) as server:
         whole = await server.generate(PROMPT, LONG, "whole")
         task = await started(server, "part")
         assert await server.abort_all_requests() == {"aborted_count": 1, "request_ids": ["part"]}
@@ -208,23 +196,19 @@ def test_aborted_requests_return_their_tokens_and_continue(directory: Path) -> N
         await server.resume_generation()
         assert part.token_ids + (await waiting).token_ids == whole.token_ids
 
-    run(directory, work)
 
-
-def test_requests_that_arrive_behind_a_closed_gate_can_be_returned(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_requests_that_arrive_behind_a_closed_gate_can_be_returned(directory: Path) -> None:
+    async with opened(directory) as server:
         await server.abort_all_requests(reject_request=True)
         output = await server.generate(PROMPT, GREEDY, "a")
         assert (output.token_ids, output.stop_reason) == ([], "aborted")
         await server.resume_generation()
         assert (await server.generate(PROMPT, GREEDY, "a")).stop_reason == "completed"
 
-    run(directory, work)
-
 
 @pytest.mark.parametrize("mode", ["hybrid", "colocated", "standalone"])
-def test_sleep_frees_memory_and_wake_restores_it(directory: Path, mode: RolloutMode) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_sleep_frees_memory_and_wake_restores_it(directory: Path, mode: RolloutMode) -> None:
+    async with opened(directory, mode) as server:
         before = (await server.generate(PROMPT, GREEDY, "a")).token_ids
         await server.sleep()
         assert (await server.get_state()).is_asleep == (mode != "standalone")
@@ -243,16 +227,12 @@ def test_sleep_frees_memory_and_wake_restores_it(directory: Path, mode: RolloutM
         with pytest.raises(ValueError, match="tags: must be kv_cache or weights, got 'cuda'"):
             await server.resume_memory(["cuda"])
 
-    run(directory, work, mode)
 
-
-def test_without_free_cache_engine_nothing_sleeps(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_without_free_cache_engine_nothing_sleeps(directory: Path) -> None:
+    async with opened(directory, free_cache_engine=False) as server:
         await server.sleep()
         await server.release_kv_cache()
         assert not (await server.get_state()).is_asleep
-
-    run(directory, work, free_cache_engine=False)
 
 
 async def later(pairs: Any) -> AsyncIterator[Any]:
@@ -262,13 +242,13 @@ async def later(pairs: Any) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_update_is_installed_with_the_trainers_step(directory: Path, is_async: bool) -> None:
+async def test_an_update_is_installed_with_the_trainers_step(directory: Path, is_async: bool) -> None:
     weights = changed_weights(directory)
     with engine_of(directory) as engine:
         engine.update_weights(weights, blocking=True)
         (wanted,) = engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
 
-    async def work(server: RolloutServer) -> None:
+    async with opened(directory) as server:
         before = await server.generate(PROMPT, GREEDY, "a")
         pairs = later(weights.items()) if is_async else iter(weights.items())
         await sender(server).update_weights(pairs, global_steps=7)
@@ -278,11 +258,9 @@ def test_an_update_is_installed_with_the_trainers_step(directory: Path, is_async
         steps = [after.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")]
         assert steps == [7, 7, 7]
 
-    run(directory, work)
 
-
-def test_a_request_that_spans_an_update_reports_both_steps(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_a_request_that_spans_an_update_reports_both_steps(directory: Path) -> None:
+    async with opened(directory) as server:
         rollout, weights = sender(server), changed_weights(directory)
         await rollout.update_weights(iter(weights.items()), global_steps=3)
         task = await started(server, "long")
@@ -290,17 +268,15 @@ def test_a_request_that_spans_an_update_reports_both_steps(directory: Path) -> N
         extra = (await task).extra_fields
         assert (extra["min_global_steps"], extra["max_global_steps"], extra["global_steps"]) == (3, 4, 4)
 
-    run(directory, work)
 
-
-def test_a_failed_update_leaves_the_old_weights(directory: Path) -> None:
+async def test_a_failed_update_leaves_the_old_weights(directory: Path) -> None:
     weights = changed_weights(directory)
 
     def failing() -> Any:
         yield next(iter(weights.items()))
         raise RuntimeError("a node was lost")
 
-    async def work(server: RolloutServer) -> None:
+    async with opened(directory) as server:
         before, rollout = await server.generate(PROMPT, GREEDY, "a"), sender(server)
         with pytest.raises(RuntimeError, match="a node was lost"):
             await rollout.update_weights(failing(), global_steps=1)
@@ -313,8 +289,6 @@ def test_a_failed_update_leaves_the_old_weights(directory: Path) -> None:
         await server.begin_update(2)  # its sender died
         await rollout.update_weights(iter(weights.items()), global_steps=3)
         assert (await server.get_state()).version == 1
-
-    run(directory, work)
 
 
 def test_weights_of_other_forms_are_refused(directory: Path) -> None:
@@ -362,8 +336,8 @@ def test_an_actor_uses_the_devices_of_its_workers() -> None:
     assert device_variables([Place("n", "127.0.0.1", ())]) == {}
 
 
-def test_the_address_serves_chats_under_any_name(directory: Path) -> None:
-    async def work(server: RolloutServer) -> None:
+async def test_the_address_serves_chats_under_any_name(directory: Path) -> None:
+    async with opened(directory) as server:
         host, port = server.get_server_address()
         body = {"model": "whatever", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 
@@ -374,5 +348,3 @@ def test_the_address_serves_chats_under_any_name(directory: Path) -> None:
                 return json.load(reply)
 
         assert (await asyncio.to_thread(ask))["usage"]["completion_tokens"] <= 3
-
-    run(directory, work)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -180,18 +181,14 @@ class Emulated:
         await self.until(lambda: len(self.started[index]) > count and self.states[index] == then)
 
 
-def emulated(shelf: Path, test: Callable[[Emulated], Awaitable[None]], **settings: Any) -> None:
-    """Run a test with two replicas."""
-
-    async def run() -> None:
-        group = Emulated(shelf, **settings)
-        await group.servers.open()
-        try:
-            async with asyncio.timeout(120):  # a command that waits for ever fails the test
-                await test(group)
-        finally:
-            await group.servers.close()
-            await group.client.aclose()
-
-    coroutine: Coroutine[Any, Any, None] = run()
-    asyncio.run(coroutine)
+@asynccontextmanager
+async def emulated(shelf: Path, **settings: Any) -> AsyncIterator[Emulated]:
+    """Two replicas."""
+    group = Emulated(shelf, **settings)
+    await group.servers.open()
+    try:
+        async with asyncio.timeout(120):  # a command that waits for ever fails the test
+            yield group
+    finally:
+        await group.servers.close()
+        await group.client.aclose()

@@ -8,7 +8,8 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,19 +41,15 @@ def opened(engine: Any) -> LoadedModel:
     return LoadedModel(engine=engine, metrics=metrics, model=None)  # type: ignore[arg-type]
 
 
-def run_with_link(
-    work: Callable[[EngineLink], Awaitable[None]], engine: Any | None = None, *, step_timeout: float = 60
-) -> None:
-    async def main() -> None:
-        link = EngineLink(step_timeout=step_timeout)
-        await link.start(lambda: opened(engine or fake_engine()))
-        link.start_accepting()
-        try:
-            await work(link)
-        finally:
-            await link.stop(1.0)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def linked(engine: Any | None = None, *, step_timeout: float = 60) -> AsyncIterator[EngineLink]:
+    link = EngineLink(step_timeout=step_timeout)
+    await link.start(lambda: opened(engine or fake_engine()))
+    link.start_accepting()
+    try:
+        yield link
+    finally:
+        await link.stop(1.0)
 
 
 async def to_end(outbox: Outbox) -> list[PromptDelta]:
@@ -67,8 +64,8 @@ def tokens_of(deltas: list[PromptDelta], prompt: int = 0, sample: int = 0) -> li
     return [token for delta in found for token in delta.token_ids]
 
 
-def test_outbox_returns_every_sample_of_every_prompt() -> None:
-    async def work(link: EngineLink) -> None:
+async def test_outbox_returns_every_sample_of_every_prompt() -> None:
+    async with linked() as link:
         with link.submit([request(num_samples=2), request((1, 2))]) as outbox:
             deltas = await to_end(outbox)
         for prompt, number, sample in (((5, 9, 30), 0, 0), ((5, 9, 30), 0, 1), ((1, 2), 1, 0)):
@@ -76,10 +73,8 @@ def test_outbox_returns_every_sample_of_every_prompt() -> None:
         assert sum(one.delta.sample is not None for one in deltas) == 3
         assert all(times.started is not None for samples in outbox.times for times in samples)
 
-    run_with_link(work)
 
-
-def test_engine_failure_reaches_every_outbox(caplog: pytest.LogCaptureFixture) -> None:
+async def test_engine_failure_reaches_every_outbox(caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_engine()
     runner = engine.parts.runner
     assert isinstance(runner, FakeRunner)
@@ -92,21 +87,20 @@ def test_engine_failure_reaches_every_outbox(caplog: pytest.LogCaptureFixture) -
 
     runner.run = broken  # type: ignore[method-assign]
 
-    async def work(link: EngineLink) -> None:
-        async def wait() -> ApiError:
-            with link.submit([request()]) as outbox, pytest.raises(ApiError) as refused:
-                await to_end(outbox)
-            return refused.value
-
-        errors = await asyncio.gather(*(wait() for _ in range(4)))
-        assert [error.status for error in errors] == [500] * 4
-        assert link.state == "dead"
-        with pytest.raises(ApiError) as late, link.submit([request()]):
-            pass
-        assert (late.value.status, late.value.code) == (503, "engine_dead")
-
     with caplog.at_level(logging.ERROR):
-        run_with_link(work, engine)
+        async with linked(engine) as link:
+
+            async def wait() -> ApiError:
+                with link.submit([request()]) as outbox, pytest.raises(ApiError) as refused:
+                    await to_end(outbox)
+                return refused.value
+
+            errors = await asyncio.gather(*(wait() for _ in range(4)))
+            assert [error.status for error in errors] == [500] * 4
+            assert link.state == "dead"
+            with pytest.raises(ApiError) as late, link.submit([request()]):
+                pass
+            assert (late.value.status, late.value.code) == (503, "engine_dead")
     assert "the model broke" in caplog.text
 
 
@@ -132,24 +126,21 @@ class Stuck:
         return self.inner.tick()
 
 
-def test_stuck_step_fails_outboxs(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_stuck_step_fails_outboxs(capfd: pytest.CaptureFixture[str]) -> None:
     engine = Stuck()
-
-    async def work(link: EngineLink) -> None:
-        try:
-            async with asyncio.timeout(30):
-                with link.submit([request()]) as outbox, pytest.raises(ApiError) as raised:
-                    await to_end(outbox)
-        finally:
-            engine.resume.set()
-        assert (raised.value.status, link.state) == (500, "dead")
-
     with contextlib.redirect_stderr(io.StringIO()):  # has no file descriptor, which the stacks need
-        run_with_link(work, engine, step_timeout=0.2)
+        async with linked(engine, step_timeout=0.2) as link:
+            try:
+                async with asyncio.timeout(30):
+                    with link.submit([request()]) as outbox, pytest.raises(ApiError) as raised:
+                        await to_end(outbox)
+            finally:
+                engine.resume.set()
+            assert (raised.value.status, link.state) == (500, "dead")
     assert "tests/server/test_engine_link.py" in capfd.readouterr().err, "the stacks are not dumped"
 
 
-def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     hours = [0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + hours[0] * 3600)
     monkeypatch.setattr("nano_inference.async_engine.time", clock)
@@ -162,7 +153,7 @@ def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(asyncio, "sleep", short_sleep)
     engine = Stuck()
 
-    async def work(link: EngineLink) -> None:
+    async with linked(engine, step_timeout=60) as link:
         with link.submit([request()]) as outbox:
             assert await asyncio.to_thread(engine.is_stuck.wait, 60)
             hours[0] = 1
@@ -173,8 +164,6 @@ def test_process_frozen_in_a_step_resumes(monkeypatch: pytest.MonkeyPatch) -> No
             assert link.state == "ready"
             engine.resume.set()
             assert tokens_of(await to_end(outbox)) == reference((5, 9, 30), LONG, 0)[0]
-
-    run_with_link(work, engine, step_timeout=60)
 
 
 def broken_factory() -> Any:
@@ -190,8 +179,8 @@ def broken_factory() -> Any:
         (request(program=Failing()), None),
     ],
 )
-def test_failed_request_does_not_affect_others(bad: EngineRequest, kind: type[Exception] | None) -> None:
-    async def work(link: EngineLink) -> None:
+async def test_failed_request_does_not_affect_others(bad: EngineRequest, kind: type[Exception] | None) -> None:
+    async with linked() as link:
         with link.submit([request()]) as good, link.submit([request((1, 2)), bad]) as harmed:
             if kind is None:
                 deltas = await to_end(harmed)
@@ -204,11 +193,9 @@ def test_failed_request_does_not_affect_others(bad: EngineRequest, kind: type[Ex
         await link.engine.call(lambda _: None)
         assert link.state == "ready"
 
-    run_with_link(work)
 
-
-def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
-    async def work(link: EngineLink) -> None:
+async def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
+    async with linked() as link:
         with link.submit([request()]) as outbox:
             link.drain()
             with pytest.raises(ApiError) as refused, link.submit([request()]):
@@ -218,13 +205,11 @@ def test_drain_refuses_new_requests_and_finishes_open_ones() -> None:
         with_open = link.num_open
         assert with_open == 0
 
-    run_with_link(work)
 
-
-def test_tokens_after_the_client_left_are_not_counted() -> None:
+async def test_tokens_after_the_client_left_are_not_counted() -> None:
     engine = Stuck(free_steps=3, num_blocks=30_000)
 
-    async def work(link: EngineLink) -> None:
+    async with linked(engine) as link:
         metrics: Any = link.metrics
         with link.submit([request(params=SHORT)]) as outbox:
             await outbox.take(30)
@@ -236,13 +221,11 @@ def test_tokens_after_the_client_left_are_not_counted() -> None:
         counted = [line for line in metrics.render().splitlines() if b"generation_tokens" in line or b"success" in line]
         assert counted == [line for line in before.splitlines() if b"generation_tokens" in line or b"success" in line]
 
-    run_with_link(work, engine)
 
-
-def test_unread_limit_fails_outbox() -> None:
+async def test_unread_limit_fails_outbox() -> None:
     engine = Stuck()
 
-    async def work(link: EngineLink) -> None:
+    async with linked(engine) as link:
         with link.submit([request()]) as outbox:
             for _ in range(MAX_UNREAD + 1):
                 link.on_delta(outbox, 0, delta(), outbox.put(0, delta(), time.monotonic()))
@@ -250,14 +233,12 @@ def test_unread_limit_fails_outbox() -> None:
                 await outbox.take(1)
         engine.resume.set()
 
-    run_with_link(work, engine)
-
 
 @pytest.mark.parametrize("name", ["mine", "cmpl-mine", "chatcmpl-mine"])
-def test_end_requests_by_id(name: str) -> None:
+async def test_end_requests_by_id(name: str) -> None:
     engine = Stuck(free_steps=3, num_blocks=30_000)
 
-    async def work(link: EngineLink) -> None:
+    async with linked(engine) as link:
         with (
             link.submit([request(params=ENDLESS), request((1, 2), ENDLESS, num_samples=2)], [name]) as mine,
             link.submit([request(params=SHORT)], ["yours"]) as yours,
@@ -272,14 +253,12 @@ def test_end_requests_by_id(name: str) -> None:
             assert tokens_of(await to_end(yours)) == reference((5, 9, 30), SHORT, 0)[0]
         assert await link.end_requests(["mine", "yours"]) == 0
 
-    run_with_link(work, engine)
 
-
-def test_end_requests_includes_just_submitted_and_excludes_later_ones() -> None:
+async def test_end_requests_includes_just_submitted_and_excludes_later_ones() -> None:
     engine = fake_engine()
     resume = threading.Event()
 
-    async def work(link: EngineLink) -> None:
+    async with linked(engine) as link:
         holding = asyncio.create_task(link.engine.call(lambda _: resume.wait(60)))
         await asyncio.sleep(0)  # later commands are queued behind it and run before the next step
         with link.submit([request()]) as early:
@@ -293,14 +272,12 @@ def test_end_requests_includes_just_submitted_and_excludes_later_ones() -> None:
                 await link.engine.call(lambda engine: engine.resume())
                 assert tokens_of(await to_end(late)) == reference((5, 9, 30), SHORT, 0)[0]
 
-    run_with_link(work, engine)
-
 
 @pytest.mark.parametrize("end", ["death", "stop"])
-def test_stop_answers_pending_calls(end: str) -> None:
+async def test_stop_answers_pending_calls(end: str) -> None:
     engine = Stuck()
 
-    async def work(link: EngineLink) -> None:
+    async with linked(engine) as link:
         found = await link.engine.watch(lambda _: None)
         with link.submit([request()]):
             await asyncio.to_thread(engine.is_stuck.wait, 60)
@@ -315,8 +292,6 @@ def test_stop_answers_pending_calls(end: str) -> None:
                     await one
                 assert raised.value.status == (500 if end == "death" else 503)
         engine.resume.set()
-
-    run_with_link(work, engine)
 
 
 def delta(sample: TrainingSample | None = None) -> Delta:

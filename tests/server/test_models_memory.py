@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -101,17 +102,15 @@ class World:
         return {one.name for one in self.models.ready}
 
 
-def run(work: Callable[[World], Awaitable[None]], names: str, limits: MemoryLimits, **options: Any) -> None:
-    async def main() -> None:
-        world = World(names, limits, **options)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                await work(world)
-        finally:
-            await world.models.close()
-        assert all(server.was_stopped for server in world.started), "a server was left behind"
-
-    asyncio.run(main())
+@asynccontextmanager
+async def world_of(names: str, limits: MemoryLimits, **options: Any) -> AsyncIterator[World]:
+    world = World(names, limits, **options)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            yield world
+    finally:
+        await world.models.close()
+    assert all(server.was_stopped for server in world.started), "a server was left behind"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -119,8 +118,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_models_are_loaded_once_when_named_and_least_recently_used_is_unloaded() -> None:
-    async def work(world: World) -> None:
+async def test_models_are_loaded_once_when_named_and_least_recently_used_is_unloaded() -> None:
+    async with world_of("abc", MemoryLimits(1 << 40, max_loaded=2)) as world:
         await world.models.open()
         assert world.loaded == {"a"}
         assert await asyncio.gather(*(world.use("b") for _ in range(5))) == ["http://b"] * 5
@@ -131,11 +130,9 @@ def test_models_are_loaded_once_when_named_and_least_recently_used_is_unloaded()
         await world.use("b")
         assert world.loaded == {"b", "c"} and len(world.started) == 4
 
-    run(work, "abc", MemoryLimits(1 << 40, max_loaded=2))
 
-
-def test_measured_memory_decides_how_many_models_fit() -> None:
-    async def work(world: World) -> None:
+async def test_measured_memory_decides_how_many_models_fit() -> None:
+    async with world_of("abc", MemoryLimits(25)) as world:
         world.sizes |= {"a": 10, "b": 10, "c": 15}
         await world.models.open()
         await world.use("b")
@@ -146,22 +143,18 @@ def test_measured_memory_decides_how_many_models_fit() -> None:
         await world.use("c")
         assert world.loaded == {"b", "c"}, "measured once, it needs 15 of 25 bytes"
 
-    run(work, "abc", MemoryLimits(25))
 
-
-def test_memory_that_grows_unloads_an_idle_model_but_not_the_latest() -> None:
-    async def work(world: World) -> None:
+async def test_memory_that_grows_unloads_an_idle_model_but_not_the_latest() -> None:
+    async with world_of("ab", MemoryLimits(30), measure_every=0.01) as world:
         await world.models.open()
         await world.use("b")
         world.started[1].size = 40
         await until(lambda: world.started[0].was_stopped)
         assert world.loaded == {"b"} and not world.started[1].was_stopped
 
-    run(work, "ab", MemoryLimits(30), measure_every=0.01)
 
-
-def test_a_model_in_use_is_unloaded_only_after_its_requests() -> None:
-    async def work(world: World) -> None:
+async def test_a_model_in_use_is_unloaded_only_after_its_requests() -> None:
+    async with world_of("ab", MemoryLimits(1 << 40, max_loaded=1)) as world:
         await world.models.open()
         holding, began, end = world.hold("a")
         await began.wait()
@@ -175,13 +168,11 @@ def test_a_model_in_use_is_unloaded_only_after_its_requests() -> None:
         assert await waiting == "http://b" and await late == "http://a"
         assert [server.name for server in world.started] == ["a", "b", "a"]
 
-    run(work, "ab", MemoryLimits(1 << 40, max_loaded=1))
 
-
-def test_a_model_that_waits_for_memory_is_not_delayed_by_new_requests_for_another() -> None:
+async def test_a_model_that_waits_for_memory_is_not_delayed_by_new_requests_for_another() -> None:
     """b waits while a is loaded for its first request; as soon as a answers, it takes no further one."""
 
-    async def work(world: World) -> None:
+    async with world_of("ab", MemoryLimits(1 << 40, max_loaded=1), loads_at_once=False) as world:
         holding, began, end = world.hold("a")
         await until(lambda: len(world.started) == 1)
         waiting = asyncio.create_task(world.use("b"))
@@ -194,11 +185,9 @@ def test_a_model_that_waits_for_memory_is_not_delayed_by_new_requests_for_anothe
         world.started[1].may_load.set()
         await asyncio.gather(holding, waiting)
 
-    run(work, "ab", MemoryLimits(1 << 40, max_loaded=1), loads_at_once=False)
 
-
-def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> None:
-    async def work(world: World) -> None:
+async def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> None:
+    async with world_of("ab", MemoryLimits(1 << 40), retry_after=1000.0) as world:
         await world.models.open()
         world.errors["b"] = ["no such file"]
         results = await asyncio.gather(*(world.use("b") for _ in range(3)), return_exceptions=True)
@@ -207,8 +196,7 @@ def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> No
         with pytest.raises(ApiError, match="no such file"):
             await world.use("b")
         assert len(world.started) == 2, "not tried again at once"
-
-    async def later(world: World) -> None:
+    async with world_of("ab", MemoryLimits(1 << 40), retry_after=0.0) as world:
         await world.models.open()
         world.errors["b"] = ["no such file"]
         with pytest.raises(ApiError, match="no such file"):
@@ -216,12 +204,9 @@ def test_a_failed_load_is_reported_to_all_who_wait_and_tried_again_later() -> No
         assert await world.use("b") == "http://b"
         assert world.loaded == {"a", "b"}
 
-    run(work, "ab", MemoryLimits(1 << 40), retry_after=1000.0)
-    run(later, "ab", MemoryLimits(1 << 40), retry_after=0.0)
 
-
-def test_a_process_that_cannot_be_ended_does_not_keep_its_model_starting(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(world: World) -> None:
+async def test_a_process_that_cannot_be_ended_does_not_keep_its_model_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world_of("ab", MemoryLimits(1 << 40)) as world:
         await world.models.open()
         world.errors["b"] = ["no such file"]
         with monkeypatch.context() as patch:
@@ -237,11 +222,9 @@ def test_a_process_that_cannot_be_ended_does_not_keep_its_model_starting(monkeyp
             await until(lambda: world["a"].state == "stopped")
         assert world["b"].state == "failed" and await world.use("a") == "http://a"
 
-    run(work, "ab", MemoryLimits(1 << 40))
 
-
-def test_a_client_that_leaves_while_a_model_is_unloaded_does_not_stop_it() -> None:
-    async def work(world: World) -> None:
+async def test_a_client_that_leaves_while_a_model_is_unloaded_does_not_stop_it() -> None:
+    async with world_of("ab", MemoryLimits(1 << 40)) as world:
         await world.models.open()
         holding, began, end = world.hold("a")
         await began.wait()
@@ -253,11 +236,9 @@ def test_a_client_that_leaves_while_a_model_is_unloaded_does_not_stop_it() -> No
         await holding
         assert await world.use("a") == "http://a" and len(world.started) == 2
 
-    run(work, "ab", MemoryLimits(1 << 40))
 
-
-def test_a_slow_request_delays_only_the_loads_that_need_its_memory() -> None:
-    async def work(world: World) -> None:
+async def test_a_slow_request_delays_only_the_loads_that_need_its_memory() -> None:
+    async with world_of("abc", MemoryLimits(25)) as world:
         world.sizes |= {"a": 10, "b": 10, "c": 10}
         await world.models.open()
         holding, began, end = world.hold("a")
@@ -269,11 +250,9 @@ def test_a_slow_request_delays_only_the_loads_that_need_its_memory() -> None:
         end.set()
         await asyncio.gather(holding, unloading)
 
-    run(work, "abc", MemoryLimits(25))
 
-
-def test_a_load_that_is_cancelled_or_breaks_leaves_no_request_waiting() -> None:
-    async def work(world: World) -> None:
+async def test_a_load_that_is_cancelled_or_breaks_leaves_no_request_waiting() -> None:
+    async with world_of("ab", MemoryLimits(1 << 40), loads_at_once=False) as world:
         opening = asyncio.create_task(world.models.open())
         await until(lambda: len(world.started) == 1)
         waiting = asyncio.create_task(world.use("a"))
@@ -283,42 +262,34 @@ def test_a_load_that_is_cancelled_or_breaks_leaves_no_request_waiting() -> None:
             await waiting
         assert world.models.num_open == 0
 
-    run(work, "ab", MemoryLimits(1 << 40), loads_at_once=False)
 
-
-def test_a_default_model_that_cannot_be_loaded_ends_the_start() -> None:
-    async def work(world: World) -> None:
+async def test_a_default_model_that_cannot_be_loaded_ends_the_start() -> None:
+    async with world_of("ab", MemoryLimits(1 << 40)) as world:
         world.errors["a"] = ["damaged"]
         with pytest.raises(ServerFailed, match="damaged"):
             await world.models.open()
 
-    run(work, "ab", MemoryLimits(1 << 40))
 
-
-def test_files_larger_than_the_limit_are_refused_without_unloading_others() -> None:
-    async def work(world: World) -> None:
+async def test_files_larger_than_the_limit_are_refused_without_unloading_others() -> None:
+    async with world_of("ab", MemoryLimits(20), file_bytes=99) as world:
         await world.models.open()
         with pytest.raises(ApiError, match="its files have 99 bytes, more than models_memory, 20"):
             await world.use("b")
         assert world.loaded == {"a"}
 
-    run(work, "ab", MemoryLimits(20), file_bytes=99)
 
-
-def test_a_server_that_ends_by_itself_is_started_by_the_next_request(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(world: World) -> None:
+async def test_a_server_that_ends_by_itself_is_started_by_the_next_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    async with world_of("ab", MemoryLimits(1 << 40)) as world:
         await world.models.open()
         world.started[0].ended.set()
         await until(lambda: not world.loaded)
         assert await world.use("a") == "http://a"
-
-    with caplog.at_level(logging.WARNING):
-        run(work, "ab", MemoryLimits(1 << 40))
     assert "a ended with code -9" in caplog.text
 
 
-def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
-    async def work(world: World) -> None:
+async def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
+    async with world_of("ab", MemoryLimits(1 << 40), loads_at_once=False) as world:
         opening = asyncio.create_task(world.models.open())
         await until(lambda: len(world.started) == 1)
         world.started[0].may_load.set()
@@ -334,17 +305,11 @@ def test_a_wait_for_a_model_ends_at_the_deadline_and_with_its_client() -> None:
         world.started[1].may_load.set()
         assert await world.use("b") == "http://b", "the load was not cancelled"
 
-    run(work, "ab", MemoryLimits(1 << 40), loads_at_once=False)
 
-
-def test_a_server_that_ends_before_it_reads_its_setup_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_ends_before_it_reads_its_setup_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "COMMAND", ("/bin/false",))
-
-    async def main() -> None:
-        server = process.ServerProcess({"name": "x" * 200_000})  # more than a pipe holds
-        with pytest.raises(ServerFailed, match="ended with code 1"):
-            await server.ready()
-        for _ in range(2):
-            await server.stop(0)
-
-    asyncio.run(main())
+    server = process.ServerProcess({"name": "x" * 200_000})  # more than a pipe holds
+    with pytest.raises(ServerFailed, match="ended with code 1"):
+        await server.ready()
+    for _ in range(2):
+        await server.stop(0)

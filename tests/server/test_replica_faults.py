@@ -14,7 +14,7 @@ from nano_inference.server.errors import ApiError
 from nano_inference.server.front.run import setup_of
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.security import KeyRing
-from tests.server.emulated import ABORT, BODY, COMMIT, DISK, Emulated, emulated
+from tests.server.emulated import ABORT, BODY, COMMIT, DISK, emulated
 
 ONE, TWO = {"model_path": "one"}, {"model_path": "two"}
 HELD = {"model_path": "one", "hold": True}
@@ -29,8 +29,8 @@ def shelf(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("body", [ONE, HELD])
-def test_an_abort_at_the_end_of_a_gather_ends_no_replica(shelf: Path, body: dict[str, object]) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_abort_at_the_end_of_a_gather_ends_no_replica(shelf: Path, body: dict[str, object]) -> None:
+    async with emulated(shelf) as group:
         gathered, aborted = group.gate(1, DISK), group.gate(1, ABORT)
         update = group.posting(DISK, body)
         await group.until(lambda: DISK in group.running[1].paths)
@@ -46,11 +46,9 @@ def test_an_abort_at_the_end_of_a_gather_ends_no_replica(shelf: Path, body: dict
         assert (await group.post(COMMIT))[1]["error"]["code"] == "no_update"
         assert (await group.post(DISK, TWO))[1]["version"] == 1
 
-    emulated(shelf, test)
 
-
-def test_an_update_that_no_replica_can_install_leaves_the_old_weights_in_force(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_update_that_no_replica_can_install_leaves_the_old_weights_in_force(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         assert (await group.post(DISK, ONE))[1]["version"] == 1
         group.refusing[COMMIT] = dict.fromkeys((0, 1), (409, "asleep"))
         status, reply = await group.post(DISK, TWO)
@@ -63,22 +61,18 @@ def test_an_update_that_no_replica_can_install_leaves_the_old_weights_in_force(s
         assert group.running[1].paths == [DISK, COMMIT] and group.running[1].version == 1
         assert (await group.post(DISK, TWO))[1]["version"] == 2
 
-    emulated(shelf, test)
 
-
-def test_an_error_of_a_replica_keeps_its_headers(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_error_of_a_replica_keeps_its_headers(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         group.refusing["/pause"] = {1: (503, "engine_dead")}
         with pytest.raises(ApiError, match="emulated") as found:
             await group.trainers.answer(*group.request("/pause"))
         assert (found.value.status, found.value.code) == (503, "engine_dead")
         assert dict(found.value.headers) == {"x-should-retry": "false"}
 
-    emulated(shelf, test)
 
-
-def test_a_replica_that_has_not_installed_an_update_yet_makes_none_forget_it(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_replica_that_has_not_installed_an_update_yet_makes_none_forget_it(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         for one in group.running:
             one.weights = "discarded"
         installing = group.gate(1, COMMIT)
@@ -90,11 +84,9 @@ def test_a_replica_that_has_not_installed_an_update_yet_makes_none_forget_it(she
         await group.kill(1)
         assert group.running[1].version == 1
 
-    emulated(shelf, test)
 
-
-def test_a_replica_that_needs_an_update_is_paused_and_asleep_as_the_others(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_replica_that_needs_an_update_is_paused_and_asleep_as_the_others(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         await group.post(DISK, ONE)
         await group.post("/pause", {"mode": "keep"})
         await group.post("/sleep", {"level": 1})
@@ -105,12 +97,12 @@ def test_a_replica_that_needs_an_update_is_paused_and_asleep_as_the_others(shelf
         assert group.states == ["ready", "ready"]
         assert all(one.is_paused and one.is_asleep and one.version == 2 for one in group.running)
 
-    emulated(shelf, test)
-
 
 @pytest.mark.parametrize("error", [(503, "no_answer"), (400, "os_error")])
-def test_a_replica_whose_weights_cannot_be_read_at_the_moment_starts_again(shelf: Path, error: tuple[int, str]) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_replica_whose_weights_cannot_be_read_at_the_moment_starts_again(
+    shelf: Path, error: tuple[int, str]
+) -> None:
+    async with emulated(shelf) as group:
         await group.post(DISK, ONE)
         group.refusing[DISK] = {1: error}
         group.running[1].ended.set()
@@ -122,11 +114,9 @@ def test_a_replica_whose_weights_cannot_be_read_at_the_moment_starts_again(shelf
         group.refusing[DISK] = {1: (400, "bad_weights")}
         await group.kill(1, then="needs an update")
 
-    emulated(shelf, test)
 
-
-def test_an_update_from_a_directory_does_not_wait_for_a_replica_that_starts(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_update_from_a_directory_does_not_wait_for_a_replica_that_starts(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         group.may_start.clear()
         await group.kill(1, then="starting")
         assert (await group.post(DISK, ONE))[1]["version"] == 1
@@ -134,31 +124,25 @@ def test_an_update_from_a_directory_does_not_wait_for_a_replica_that_starts(shel
         await group.until(lambda: group.states == ["ready", "ready"])
         assert group.running[1].version == 1
 
-    emulated(shelf, test)
 
-
-def test_an_update_waits_for_a_replica_that_starts_no_longer_than_weight_timeout(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_update_waits_for_a_replica_that_starts_no_longer_than_weight_timeout(shelf: Path) -> None:
+    async with emulated(shelf, weight_timeout=0.01) as group:
         group.may_start.clear()
         await group.kill(1, then="starting")
         assert (await group.post(BODY))[1]["version"] == 1
         assert (await group.post(DISK, HELD))[1]["held_version"] == 2
 
-    emulated(shelf, test, weight_timeout=0.01)
 
-
-def test_an_option_of_held_updates_needs_hold(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_option_of_held_updates_needs_hold(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         status, reply = await group.post("/update_weights", {"weight_dir": "one", "partial": True})
         assert (status, reply["error"]["param"]) == (400, "partial")
         assert not group.running[0].paths
         assert (await group.post("/update_weights", {"weight_dir": "one", "partial": True, "hold": True}))[0] == 200
 
-    emulated(shelf, test)
 
-
-def test_an_update_ends_if_its_client_leaves_while_it_waits_for_replicas(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_update_ends_if_its_client_leaves_while_it_waits_for_replicas(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         group.may_start.clear()
         await group.kill(1, then="starting")
         update = group.posting(DISK, HELD)
@@ -171,11 +155,9 @@ def test_an_update_ends_if_its_client_leaves_while_it_waits_for_replicas(shelf: 
         group.may_start.set()
         assert (await group.post(DISK, ONE))[0] == 200  # not 409: none is in progress
 
-    emulated(shelf, test)
 
-
-def test_an_update_that_is_installed_during_a_replay_is_replayed_too(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_an_update_that_is_installed_during_a_replay_is_replayed_too(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         await group.post("/pause", {"mode": "keep"})
         pausing = group.gate(1, "/pause")
         await group.kill(1, then="starting")
@@ -191,11 +173,9 @@ def test_an_update_that_is_installed_during_a_replay_is_replayed_too(shelf: Path
         await group.until(lambda: group.states == ["ready", "ready"])
         assert group.running[1].version == 1 and group.running[1].is_paused
 
-    emulated(shelf, test)
 
-
-def test_the_replacement_of_a_replica_that_died_during_an_update_is_left_alone(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_the_replacement_of_a_replica_that_died_during_an_update_is_left_alone(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         gates = [group.gate(index, DISK) for index in (0, 1)]
         aborting = group.gate(0, ABORT)
         update = group.posting(DISK, ONE)
@@ -210,11 +190,9 @@ def test_the_replacement_of_a_replica_that_died_during_an_update_is_left_alone(s
         await group.until(lambda: group.states == ["ready", "ready"])
         assert [len(one) for one in group.started] == [1, 2] and not any(one.is_set() for one in gates)
 
-    emulated(shelf, test)
 
-
-def test_a_replica_that_dies_during_a_command_is_replaced_once(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_replica_that_dies_during_a_command_is_replaced_once(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         group.gate(1, "/resume")
         slow = group.gate(0, "/resume")
         command = group.posting("/resume")
@@ -229,30 +207,26 @@ def test_a_replica_that_dies_during_a_command_is_replaced_once(shelf: Path) -> N
         await group.until(lambda: group.states == ["ready", "ready"])
         assert [len(one) for one in group.started] == [1, 2]
 
-    emulated(shelf, test)
 
-
-def test_a_replica_that_does_not_answer_is_replaced_after_weight_timeout(
+async def test_a_replica_that_does_not_answer_is_replaced_after_weight_timeout(
     shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_inference.server.front.trainers._MARGIN_S", 0.01)
 
-    async def test(group: Emulated) -> None:
+    async with emulated(shelf, weight_timeout=0.01) as group:
         group.gate(1, "/pause")
         command = group.posting("/pause", {"mode": "keep"})
         await group.until(lambda: len(group.started[1]) > 1)
         await command
 
-    emulated(shelf, test, weight_timeout=0.01)
-
 
 @pytest.mark.parametrize("body", [{"mode": "wait"}, {"wait_for_inflight_requests": True}])
-def test_a_pause_that_waits_for_requests_has_no_limit_while_the_replica_is_healthy(
+async def test_a_pause_that_waits_for_requests_has_no_limit_while_the_replica_is_healthy(
     shelf: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, object]
 ) -> None:
     monkeypatch.setattr("nano_inference.server.front.trainers._MARGIN_S", 0.01)
 
-    async def test(group: Emulated) -> None:
+    async with emulated(shelf, weight_timeout=0.01) as group:
         pausing = group.gate(1, "/pause")
         command = group.posting("/pause", body)
         await group.until(lambda: "/pause" in group.running[1].paths)
@@ -269,13 +243,11 @@ def test_a_pause_that_waits_for_requests_has_no_limit_while_the_replica_is_healt
         assert (await command)[0] == 200
         await group.until(lambda: len(group.started[1]) == 2)
 
-    emulated(shelf, test, weight_timeout=0.01)
 
-
-def test_a_rolling_restart_ends_at_an_update_that_a_new_replica_could_not_read(
+async def test_a_rolling_restart_ends_at_an_update_that_a_new_replica_could_not_read(
     shelf: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(group: Emulated) -> None:
+    async with emulated(shelf) as group:
         group.may_start.clear()
         group.servers.restart_all()
         await group.until(lambda: len(group.started[0]) == 2)
@@ -287,11 +259,9 @@ def test_a_rolling_restart_ends_at_an_update_that_a_new_replica_could_not_read(
         assert group.states == ["ready", "ready"] and [len(one) for one in group.started] == [2, 1]
         assert all(one.version == 1 for one in group.running)
 
-    emulated(shelf, test)
 
-
-def test_no_replica_is_restarted_during_an_update(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_no_replica_is_restarted_during_an_update(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         gathering = group.gate(1, BODY)
         update = group.posting(BODY)
         await group.until(lambda: BODY in group.running[1].paths)
@@ -302,11 +272,9 @@ def test_no_replica_is_restarted_during_an_update(shelf: Path) -> None:
         assert (await update)[1]["version"] == 1
         assert group.states == ["ready", "ready"] and [len(one) for one in group.started] == [1, 1]
 
-    emulated(shelf, test)
 
-
-def test_a_replica_that_drains_is_not_stopped_during_an_update(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_replica_that_drains_is_not_stopped_during_an_update(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         installing = group.gate(1, COMMIT)
         update = group.posting(DISK, ONE)
         await group.until(lambda: COMMIT in group.running[1].paths)
@@ -318,11 +286,9 @@ def test_a_replica_that_drains_is_not_stopped_during_an_update(shelf: Path) -> N
         assert (await update)[1]["version"] == 1
         await group.until(lambda: len(group.started[0]) == 2)
 
-    emulated(shelf, test)
 
-
-def test_a_repeated_pause_that_fails_or_is_left_keeps_the_earlier_one(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_repeated_pause_that_fails_or_is_left_keeps_the_earlier_one(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         assert (await group.post("/pause", {"mode": "keep"}))[0] == 200
         group.refusing["/pause"] = {1: (409, "overtaken")}
         assert (await group.post("/pause", {"mode": "keep"}))[0] == 409
@@ -339,11 +305,9 @@ def test_a_repeated_pause_that_fails_or_is_left_keeps_the_earlier_one(shelf: Pat
         await group.kill(1)
         assert group.running[1].is_paused
 
-    emulated(shelf, test)
 
-
-def test_a_command_whose_client_leaves_reaches_all_replicas(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_command_whose_client_leaves_reaches_all_replicas(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         pausing = group.gate(1, "/pause")
         command = group.posting("/pause", {"mode": "keep"})
         await group.until(lambda: "/pause" in group.running[1].paths)
@@ -355,13 +319,11 @@ def test_a_command_whose_client_leaves_reaches_all_replicas(shelf: Path) -> None
         await group.kill(0)
         assert group.running[0].is_paused
 
-    emulated(shelf, test)
 
-
-def test_what_makes_a_new_replica_equal_is_bounded(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_makes_a_new_replica_equal_is_bounded(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nano_inference.server.front.trainers.MAX_JOURNAL", 3)
 
-    async def test(group: Emulated) -> None:
+    async with emulated(shelf) as group:
         await group.post("/pause", {"mode": "keep"})
         for number in range(9):
             await group.post("/update_weight_version", {"new_version": number})
@@ -376,11 +338,9 @@ def test_what_makes_a_new_replica_equal_is_bounded(shelf: Path, monkeypatch: pyt
         await group.post(DISK, ONE)
         assert group.states == ["ready", "ready"]
 
-    emulated(shelf, test)
 
-
-def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
-    async def test(group: Emulated) -> None:
+async def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
+    async with emulated(shelf) as group:
         group.may_start.clear()
         for index in (0, 1):
             await group.kill(index, then="starting")
@@ -389,10 +349,8 @@ def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
         await group.until(lambda: group.states == ["ready", "ready"])
         assert not any(one.is_paused for one in group.running)
 
-    emulated(shelf, test)
 
-
-def test_replicas_behind_a_unix_socket_need_a_secret_admin_key(shelf: Path) -> None:
+async def test_replicas_behind_a_unix_socket_need_a_secret_admin_key(shelf: Path) -> None:
     config = ServerConfig(uds=str(shelf / "socket"), replicas=2, enable_rl=True)
     policy = guard_policy(config, KeyRing.of(()))
     found = setup_of(EngineConfig(model_path="m"), config, policy, ("m",), shelf)["server"]
@@ -400,9 +358,7 @@ def test_replicas_behind_a_unix_socket_need_a_secret_admin_key(shelf: Path) -> N
     behind = guard_policy(ServerConfig.from_dict(found), KeyRing.of(()))
     assert behind.keys.is_empty and behind.admins.identify(found["admin_key"][0]) == 0
 
-    async def test(group: Emulated) -> None:
+    async with emulated(shelf, uds=str(shelf / "socket")) as group:
         await group.post("/pause")
         (key,) = group.running[0].keys
         assert key.startswith("Bearer ") and len(key) == 71
-
-    emulated(shelf, test, uds=str(shelf / "socket"))

@@ -319,34 +319,27 @@ def broken(closed: list[str]) -> Iterator[tuple[str, Any]]:
         closed.append("broken")
 
 
-def test_future_is_true_for_consumed_source_and_false_for_others() -> None:
+async def test_future_is_true_for_consumed_source_and_false_for_others() -> None:
     closed: list[str] = []
-
-    async def work() -> None:
-        feed = Feed()
-        consumed, failed, left = feed.put(iter([("a", 1)])), feed.put(broken(closed)), feed.put(iter([("c", 3)]))
-        pairs: list[tuple[str, Any]] = []
-        with pytest.raises(ValueError, match="cannot be read"):
-            await asyncio.to_thread(lambda: pairs.extend(feed.pairs()))
-        assert pairs == [("a", 1), ("b", 2)] and closed == ["broken"]
-        assert [await one for one in (consumed, failed, left)] == [True, False, False]
-
-    asyncio.run(work())
+    feed = Feed()
+    consumed, failed, left = feed.put(iter([("a", 1)])), feed.put(broken(closed)), feed.put(iter([("c", 3)]))
+    pairs: list[tuple[str, Any]] = []
+    with pytest.raises(ValueError, match="cannot be read"):
+        await asyncio.to_thread(lambda: pairs.extend(feed.pairs()))
+    assert pairs == [("a", 1), ("b", 2)] and closed == ["broken"]
+    assert [await one for one in (consumed, failed, left)] == [True, False, False]
 
 
-def test_end_stops_pairs_and_abort_raises() -> None:
-    async def work() -> None:
-        whole, aborted = Feed(), Feed()
-        futures = [whole.put(iter([("a", 1)])), aborted.put(iter([("a", 1)]))]
-        whole.end()
-        aborted.abort("the trainer left")
-        late = aborted.put(iter([("b", 2)]))
-        assert await asyncio.to_thread(lambda: list(whole.pairs())) == [("a", 1)]
-        with pytest.raises(WeightError, match="the trainer left"):
-            await asyncio.to_thread(lambda: list(aborted.pairs()))
-        assert [await one for one in (*futures, late)] == [True, True, False]
-
-    asyncio.run(work())
+async def test_end_stops_pairs_and_abort_raises() -> None:
+    whole, aborted = Feed(), Feed()
+    futures = [whole.put(iter([("a", 1)])), aborted.put(iter([("a", 1)]))]
+    whole.end()
+    aborted.abort("the trainer left")
+    late = aborted.put(iter([("b", 2)]))
+    assert await asyncio.to_thread(lambda: list(whole.pairs())) == [("a", 1)]
+    with pytest.raises(WeightError, match="the trainer left"):
+        await asyncio.to_thread(lambda: list(aborted.pairs()))
+    assert [await one for one in (*futures, late)] == [True, True, False]
 
 
 def test_pairs_after_the_event_loop_is_closed() -> None:

@@ -33,30 +33,26 @@ def test_port_in_use_is_refused() -> None:
             bind(ServerConfig(port=port))
 
 
-def test_server_answers_on_a_unix_socket(tiny_directory: Path, tmp_path: Path) -> None:
+async def test_server_answers_on_a_unix_socket(tiny_directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     config = ServerConfig(uds=str(path), log_requests=False)
-
-    async def main() -> None:
-        ready = asyncio.Event()
-        with bind(config) as listening:
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            hooks: Any = {"on_listening": lambda: None, "on_ready": lambda _: ready.set()}
-            model = partial(opened, tiny_directory, config)
-            serving = asyncio.create_task(serve(config, listening, model, max_running=4, **hooks))
-            await ready.wait()
-            transport = httpx2.AsyncHTTPTransport(uds=str(path))
-            async with httpx2.AsyncClient(transport=transport, base_url="http://server.sock", timeout=60) as client:
-                body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
-                reply = await client.post("/v1/completions", json=body)
-                assert reply.json()["usage"]["completion_tokens"] == 3
-                client.headers["host"] = "rebound.example"  # no web page reaches the socket
-                assert (await client.get("/v1/models")).status_code == 200
-            signal.raise_signal(signal.SIGTERM)
-            assert await serving == 0
-        assert not path.exists()
-
-    asyncio.run(main())
+    ready = asyncio.Event()
+    with bind(config) as listening:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        hooks: Any = {"on_listening": lambda: None, "on_ready": lambda _: ready.set()}
+        model = partial(opened, tiny_directory, config)
+        serving = asyncio.create_task(serve(config, listening, model, max_running=4, **hooks))
+        await ready.wait()
+        transport = httpx2.AsyncHTTPTransport(uds=str(path))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server.sock", timeout=60) as client:
+            body = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+            reply = await client.post("/v1/completions", json=body)
+            assert reply.json()["usage"]["completion_tokens"] == 3
+            client.headers["host"] = "rebound.example"  # no web page reaches the socket
+            assert (await client.get("/v1/models")).status_code == 200
+        signal.raise_signal(signal.SIGTERM)
+        assert await serving == 0
+    assert not path.exists()
 
 
 def test_unix_socket_of_a_running_server_is_refused_and_of_an_ended_one_replaced(tmp_path: Path) -> None:
@@ -76,7 +72,7 @@ def test_unix_socket_of_a_running_server_is_refused_and_of_an_ended_one_replaced
             bind(ServerConfig(uds=str(unusable)))
 
 
-def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:
+async def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:
     may_load = threading.Event()
 
     def slowly() -> LoadedModel:
@@ -91,20 +87,17 @@ def test_port_is_open_before_model_is_loaded(tiny_directory: Path) -> None:
             after = await client.get("/health")
         return [(reply.status_code, reply.json()["status"]) for reply in (before, after)]
 
-    async def main() -> None:
-        sys.setswitchinterval(5e-3)
-        listens, ready = asyncio.Event(), asyncio.Event()
-        with bind(CONFIG) as listening:
-            hooks: Any = {"on_listening": listens.set, "on_ready": lambda _: ready.set()}
-            serving = asyncio.create_task(serve(CONFIG, listening, slowly, max_running=4, **hooks))
-            await listens.wait()
-            assert sys.getswitchinterval() < 1e-3, "busy threads give way to the event loop ten times as often"
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            assert await look(url, ready) == [(503, "loading"), (200, "ok")]
-            signal.raise_signal(signal.SIGTERM)
-            assert await serving == 0
-
-    asyncio.run(main())
+    sys.setswitchinterval(5e-3)
+    listens, ready = asyncio.Event(), asyncio.Event()
+    with bind(CONFIG) as listening:
+        hooks: Any = {"on_listening": listens.set, "on_ready": lambda _: ready.set()}
+        serving = asyncio.create_task(serve(CONFIG, listening, slowly, max_running=4, **hooks))
+        await listens.wait()
+        assert sys.getswitchinterval() < 1e-3, "busy threads give way to the event loop ten times as often"
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert await look(url, ready) == [(503, "loading"), (200, "ok")]
+        signal.raise_signal(signal.SIGTERM)
+        assert await serving == 0
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
@@ -141,29 +134,23 @@ def test_failed_listener_shuts_down(tiny_directory: Path, monkeypatch: pytest.Mo
             assert not thread.is_alive()
 
 
-def test_the_second_signal_forces_a_shutdown() -> None:
-    async def work() -> None:
-        shutdown = Shutdown()
-        for forced in (False, True):
-            shutdown.on_signal()
-            assert (shutdown.requested.is_set(), shutdown.forced.is_set()) == (True, forced)
-
-    asyncio.run(work())
+async def test_the_second_signal_forces_a_shutdown() -> None:
+    shutdown = Shutdown()
+    for forced in (False, True):
+        shutdown.on_signal()
+        assert (shutdown.requested.is_set(), shutdown.forced.is_set()) == (True, forced)
 
 
-def test_a_signal_ends_work_that_has_not_ended_before() -> None:
+async def test_a_signal_ends_work_that_has_not_ended_before() -> None:
     async def fail() -> None:
         raise OSError("no model")
 
-    async def work() -> None:
-        shutdown = Shutdown()
-        assert await shutdown.comes_after(asyncio.sleep(0)) is True
-        with pytest.raises(OSError, match="no model"):
-            await shutdown.comes_after(fail())
-        endless = asyncio.ensure_future(asyncio.Event().wait())
-        asyncio.get_running_loop().call_soon(shutdown.on_signal)
-        assert await shutdown.comes_after(endless) is False
-        with pytest.raises(asyncio.CancelledError):
-            await endless
-
-    asyncio.run(work())
+    shutdown = Shutdown()
+    assert await shutdown.comes_after(asyncio.sleep(0)) is True
+    with pytest.raises(OSError, match="no model"):
+        await shutdown.comes_after(fail())
+    endless = asyncio.ensure_future(asyncio.Event().wait())
+    asyncio.get_running_loop().call_soon(shutdown.on_signal)
+    assert await shutdown.comes_after(endless) is False
+    with pytest.raises(asyncio.CancelledError):
+        await endless
