@@ -56,6 +56,12 @@ def test_chat_has_reasoning_apart(server: Running) -> None:
     assert (usage["completion_tokens"], usage["completion_tokens_details"]) == (5, {"reasoning_tokens": 3})
 
 
+def test_reasoning_that_the_prompt_opens_is_apart_too(server: Running) -> None:
+    message, usage = chat(server, chat_template_kwargs={"is_opened": True})
+    assert (message["content"], message["reasoning"]) == (ANSWER, THOUGHT)
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
 def test_reasoning_before_a_call(server: Running) -> None:
     message, usage = chat(server, tools=TOOLS)
     assert (message["content"], message["reasoning_content"]) == (None, "Look it up.")
