@@ -273,6 +273,7 @@ def keyless(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
         assert process.end() == 0
 
 
+@pytest.mark.nightly
 def test_a_unix_socket_serves_several_models(directories: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "s"
     further = ["--further-model", f"two={directories['two']}", "--uds", str(path)]
