@@ -1,4 +1,7 @@
-"""Every nanochat generation: G0 compared with Transformers, others with the plain `GPT`, and each term by itself."""
+"""Every nanochat generation: G0 compared with Transformers, others with formulas (`tests.nanochat.plain`).
+
+`tests/nanochat/test_parity.py` compares the engine with upstream's recorded logits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from nano_inference.core.step import Row, Runner
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.batch import build
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.models.ops import Attend
 from nano_inference.nanochat.cache import KVCache
 from nano_inference.nanochat.gpt import GPT
 from nano_inference.nanochat.program import hf_name
@@ -267,314 +269,12 @@ def test_odd_windows_match_for_every_pattern() -> None:
             assert (core(gpt, ids, cuts) - wanted).abs().max() <= TOLERANCE, (generation, cuts)
 
 
-# ---- every generation without its terms is G0 -----------------------------------------------------------------------
-
-NEUTRAL = ("rope_base=10000", "qk_scale=1", "softcap=15", "window_pattern=L", "rope_dtype=bfloat16")
-
-
-def neutral_weights(generation: str, config: dict[str, Any], pad: int = 64) -> dict[str, Tensor]:
-    """Return the generation's weights with a neutral value for every term; the other weights are those of G0."""
-    state = state_dict(generation, config, pad=pad)
-    for name, weight in state.items():
-        if name == "resid_lambdas":
-            weight.fill_(1)
-        elif "lambda" in name or name.startswith("value_embeds."):
-            weight.zero_()
-    return state
-
-
-@pytest.mark.parametrize("generation", GENERATIONS[1:])
-def test_generation_without_its_terms_equals_g0_bitwise(generation: str) -> None:
-    base = load(state_dict("G0", model_config("G0")), model_config("G0"))
-    config = model_config(generation)
-    gpt = load(neutral_weights(generation, config), config, *hints_of(generation), *NEUTRAL)
-    ids = text(60, 250)
-    assert torch.equal(plain(gpt, ids), plain(base, ids))
-    assert torch.equal(core(gpt, ids), core(base, ids))
-    assert torch.equal(core(gpt, ids, AWKWARD), core(base, ids, AWKWARD))
-
-
-# ---- each term by itself, with values computed here -----------------------------------------------------------------
+# ---- windows --------------------------------------------------------------------------------------------------------
 
 
 def exact(state: dict[str, Tensor], config: dict[str, Any], *overrides: str) -> GPT:
     """Return a model with float32 rotary tables by default, because expected values here are not rounded."""
     return load(state, config, "rope_dtype=float32", *overrides)
-
-
-def unit(v: Tensor) -> Tensor:
-    """Return v / rms(v) in float64."""
-    v = v.double()
-    return v / (v.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
-
-
-def rotate_pair(v: Tensor, angle: float) -> Tensor:
-    """Rotate two numbers by minus the angle."""
-    (x, y), c, s = v.double(), math.cos(angle), math.sin(angle)
-    return torch.stack((x * c + y * s, -x * s + y * c))
-
-
-def sigmoid(x: Tensor) -> float:
-    return 1 / (1 + math.exp(-float(x)))
-
-
-def head_of(state: dict[str, Tensor], x: Tensor, cap: float) -> Tensor:
-    return cap * torch.tanh(state["lm_head.weight"].double() @ unit(x) / cap)
-
-
-def blank(generation: str, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a model whose attention and MLP return zeros and whose terms are neutral; tables and head are random."""
-    config = model_config(generation, **sizes)
-    state = neutral_weights(generation, config, pad=1)
-    for name, weight in state.items():
-        if name.startswith("transformer.h.") or "gate" in name:
-            weight.zero_()
-    return state, config
-
-
-def small(generation: str, num_layers: int = 1, **sizes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a blank model with one head of two dimensions."""
-    sizes = {"n_layer": num_layers, "n_head": 1, "n_kv_head": 1, "n_embd": 2, "vocab_size": 5} | sizes
-    return blank(generation, **sizes)
-
-
-def assert_logits(gpt: GPT, ids: Sequence[int], wanted_TV: Tensor, tolerance: float = TOLERANCE) -> None:
-    """Compare with both models, in one chunk, in two chunks, and token by token."""
-    middle = (len(ids) // 2,) if len(ids) > 1 else ()
-    for cuts in ((), middle, range(1, len(ids))):
-        for logits in (plain(gpt, ids, cuts), core(gpt, ids, cuts)):
-            assert (logits.double() - wanted_TV).abs().max() <= tolerance, cuts
-    assert (plain(gpt, ids).double() - wanted_TV).abs().max() <= tolerance
-
-
-def keys_and_values(gpt: GPT, ids: Sequence[int]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the keys and values [L, T, K, D] in the caches of `GPT.forward` and of the paged model."""
-    cache, store = plain_cached(gpt, ids, (1,))[1], core_cached(gpt, ids, (1,))[1]
-    num = len(ids)
-    return (cache.k_cache[:, 0], cache.v_cache[:, 0]), (store.k_LSKD[:, :num], store.v_LSKD[:, :num])
-
-
-@pytest.mark.parametrize("base", [10000, 100000])
-def test_keys_are_rotated_by_minus_the_angle(base: int) -> None:
-    state, config = small("G0", n_embd=4)
-    state["transformer.wte.weight"][1] = torch.tensor([1.0, 1, 1, 1])
-    weight = state["transformer.h.0.attn.c_k.weight"]
-    weight[0, 0] = weight[1, 0] = 1.0  # k = (1, 1, 0, 0): the pairs are (0, 2) and (1, 3)
-    gpt = exact(state, config, f"rope_base={base}")
-    slow = base**-0.5
-    for keys, _ in keys_and_values(gpt, [1] * 6):
-        for p in range(6):
-            wanted = [math.cos(p), math.cos(p * slow), -math.sin(p), -math.sin(p * slow)]
-            wanted = [x * math.sqrt(2) for x in wanted]  # rms 1 of four numbers with two pairs of length 1
-            assert keys[0, p, 0].tolist() == pytest.approx(wanted, abs=1e-6)
-
-
-SCALES = {"G0": 1.0, "G1": 1.0, "G2": 1.0, "G2e": 1.0, "G2s": 1.0, "G3": 1.15, "G4": 1.2}
-
-
-@pytest.mark.parametrize("generation", GENERATIONS)
-def test_attention_scale_of_each_generation(generation: str) -> None:
-    """1.44 / sqrt(d) in G4: q and k are not scaled, but their product is."""
-    config = model_config(generation)
-    gpt = exact(state_dict(generation, config), config, *hints_of(generation))
-    assert gpt.terms.generation == generation
-    scale = SCALES[generation]
-    for op in gpt.model.program.body:
-        assert not isinstance(op, Attend) or op.scale == pytest.approx(scale * scale / math.sqrt(16), rel=1e-12)
-    for keys, _ in keys_and_values(gpt, text(1, 5)):
-        assert keys.square().mean(-1).sqrt().flatten().tolist() == pytest.approx([1.0] * 40, rel=1e-4)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1.15, 1.2])
-def test_attention_of_two_tokens(scale: float) -> None:
-    state, config = small("G0")
-    e = [torch.tensor([1.0, -0.4]), torch.tensor([0.3, 2.0])]
-    state["transformer.wte.weight"][1], state["transformer.wte.weight"][2] = e
-    q = torch.tensor([[0.5, 1.0], [-1.0, 0.2]])
-    k = torch.tensor([[1.0, 0.3], [0.1, -0.7]])
-    v = torch.tensor([[0.9, -0.2], [0.4, 1.1]])
-    block = "transformer.h.0.attn."
-    for part, weight in {"c_q": q, "c_k": k, "c_v": v, "c_proj": torch.eye(2)}.items():
-        state[f"{block}{part}.weight"] = weight
-    x = [unit(row) for row in e]
-    a = [unit(row) for row in x]
-    query = scale * unit(rotate_pair(q.double() @ a[1], 1.0))
-    keys = [scale * unit(rotate_pair(k.double() @ a[t], float(t))) for t in (0, 1)]
-    scores = [math.exp(float(query @ key) / math.sqrt(2)) for key in keys]
-    values = [v.double() @ row for row in a]
-    mixed = (scores[0] * values[0] + scores[1] * values[1]) / sum(scores)
-    wanted = torch.stack((head_of(state, x[0] + values[0], 15.0), head_of(state, x[1] + mixed, 15.0)))
-    assert_logits(exact(state, config, f"qk_scale={scale}"), [1, 2], wanted)
-
-
-def test_softcap_of_15_and_20() -> None:
-    state, config = small("G0")
-    state["transformer.wte.weight"][1] = torch.tensor([0.7, 0.7])
-    state["lm_head.weight"][:] = torch.tensor([[15.0, 15.0], [3.0, 0.0], [0.0, 0.0], [-15.0, -15.0], [1.0, 1.0]])
-    raw = [30.0, 3.0, 0.0, -30.0, 2.0]
-    for overrides, cap in (((), 15.0), (("softcap=20",), 20.0)):
-        wanted = torch.tensor([[cap * math.tanh(z / cap) for z in raw]]).double()
-        assert_logits(exact(state, config, *overrides), [1], wanted)
-    assert 15 * math.tanh(2) == pytest.approx(14.4604, abs=1e-4)
-    assert 20 * math.tanh(1.5) == pytest.approx(18.1030, abs=1e-4)
-
-
-def test_mlp_uses_relu_squared() -> None:
-    state, config = small("G0")
-    state["transformer.wte.weight"][1] = torch.tensor([2.0, 2.0])  # normed: (1, 1)
-    inner, out = state["transformer.h.0.mlp.c_fc.weight"], state["transformer.h.0.mlp.c_proj.weight"]
-    inner[0], inner[1] = torch.tensor([1.0, 0.5]), torch.tensor([-1.0, -0.5])
-    out[0, 0], out[1, 1] = 1.0, 1.0  # adds 1.5² to the first; relu(-1.5) is 0
-    assert_logits(exact(state, config), [1], head_of(state, torch.tensor([1.0 + 2.25, 1.0]), 15.0)[None])
-
-
-def test_norm_epsilon_is_float32_epsilon() -> None:
-    """With embeddings of 3e-4 a norm's epsilon exceeds the mean square; it is not Transformers' 1e-6."""
-    state, config = small("G0")
-    state["transformer.wte.weight"][1] = torch.tensor([3e-4, 1e-4])
-    inner, out = state["transformer.h.0.mlp.c_fc.weight"], state["transformer.h.0.mlp.c_proj.weight"]
-    inner[0], out[1, 0] = torch.tensor([1.0, 0.0]), 1.0
-    root = math.sqrt((9e-8 + 1e-8) / 2 + 1.1920929e-07)
-    x = torch.tensor([3e-4 / root, 1e-4 / root]).double()
-    x = x + torch.tensor([0.0, float(unit(x)[0]) ** 2])
-    wanted = head_of(state, x, 15.0)[None]
-    assert_logits(exact(state, config), [1], wanted)
-    assert (plain(exact(state, config, "norm_eps=1e-6"), [1]) - wanted).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(("generation", "columns", "factor"), [("G2", 32, 2.0), ("G3", 12, 3.0), ("G4", 12, 3.0)])
-def test_value_embeddings_and_their_gates(generation: str, columns: int, factor: float) -> None:
-    """v + c·sigmoid(w·a[:n])·table[id], one gate per kv head; the last of the n columns counts, too."""
-    state, config = blank(generation, n_layer=1, n_head=4, n_kv_head=2, n_embd=64, vocab_size=5)
-    random = torch.Generator().manual_seed(3)
-    table = torch.randn(5, 32, generator=random)
-    gate = torch.zeros(2, columns)
-    gate[0, columns - 1], gate[1, 0] = 0.8, -0.6
-    value = torch.randn(32, 64, generator=random) / 8
-    state["value_embeds.0.weight"] = table
-    state["transformer.h.0.attn.ve_gate.weight"] = gate
-    state["transformer.h.0.attn.c_v.weight"] = value
-    if generation == "G4":
-        state["backout_lambda"] = torch.tensor([0.5])
-    gpt = exact(state, config)
-    ids = [3, 1, 1, 4]
-    for _, values in keys_and_values(gpt, ids):
-        for t, token in enumerate(ids):
-            a = unit(unit(state["transformer.wte.weight"][token]))
-            gates = (factor * sigmoid(0.8 * a[columns - 1]), factor * sigmoid(-0.6 * a[0]))
-            for head, g in enumerate(gates):
-                part = slice(16 * head, 16 * head + 16)
-                wanted = value[part].double() @ a + g * table[token, part].double()
-                assert (values[0, t, head].double() - wanted).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize(("num_layers", "having"), [(1, [0]), (2, [1]), (3, [0, 2]), (4, [1, 3]), (5, [0, 2, 4])])
-@pytest.mark.parametrize("generation", ["G2", "G3"])
-def test_alternate_layers_have_value_embeddings(generation: str, num_layers: int, having: list[int]) -> None:
-    config = model_config(generation, n_layer=num_layers)
-    state = state_dict(generation, config)
-    gpt = exact(state, config)
-    tables = [name for name in gpt.weights if name.startswith("value_embeds.")]
-    assert sorted(tables) == [f"value_embeds.{i}.weight" for i in having]
-    assert sorted(name for name in gpt.weights if "ve_gate" in name) == [
-        f"transformer.h.{i}.attn.ve_gate.weight" for i in having
-    ]
-    doubled = state | {name: state[name] * 2 for name in tables}
-    for (_, before), (_, after) in zip(
-        keys_and_values(gpt, [7]), keys_and_values(exact(doubled, config), [7]), strict=True
-    ):
-        first = next(i for i in range(num_layers) if not torch.equal(before[i], after[i]))
-        assert first == having[0]
-
-
-def test_residual_and_embedding_lambdas() -> None:
-    state, config = small("G1", num_layers=2)
-    state["transformer.wte.weight"][1] = torch.tensor([3.0, 3.0])  # normed: (1, 1)
-    state["resid_lambdas"] = torch.tensor([0.9, 1.3])
-    state["x0_lambdas"] = torch.tensor([0.2, -0.4])
-    state["transformer.h.0.mlp.c_fc.weight"][0] = torch.tensor([2.0, 0.0])
-    state["transformer.h.0.mlp.c_proj.weight"][0, 0] = 1.0  # the first MLP adds (4, 0)
-    x = torch.tensor([0.9 + 0.2 + 4.0, 0.9 + 0.2])
-    x = 1.3 * x - 0.4 * torch.tensor([1.0, 1.0])
-    assert x.tolist() == pytest.approx([6.23, 1.03])
-    assert_logits(exact(state, config), [1, 1], head_of(state, x, 15.0).expand(2, -1))
-
-
-def smear_case() -> tuple[dict[str, Tensor], dict[str, Any], list[int], list[Tensor]]:
-    """Return a blank G4 with smear, its configuration, a prompt, and the expected residual after the embedding."""
-    state, config = blank("G4", n_layer=1, n_head=1, n_kv_head=1, n_embd=32, vocab_size=5)
-    weight = torch.zeros(24)
-    weight[0], weight[23] = 0.7, -1.1
-    state["smear_gate.weight"] = weight[None]
-    state["smear_lambda"] = torch.tensor([0.6])
-    ids = [2, 4, 4, 1, 3, 2]
-    e = [unit(state["transformer.wte.weight"][token]) for token in ids]
-    x = [e[0]]
-    for before, now in pairwise(e):
-        x.append(now + 0.6 * sigmoid(0.7 * now[0] - 1.1 * now[23]) * before)
-    return state, config, ids, x
-
-
-def test_smear_adds_previous_token_except_for_the_first() -> None:
-    state, config, ids, x = smear_case()
-    wanted = torch.stack([head_of(state, row, 15.0) for row in x])
-    assert (wanted[2] - wanted[1]).abs().max() > 1e-2  # the same token after another one
-    assert_logits(exact(state, config), ids, wanted)
-
-
-def test_chunk_smears_with_its_given_previous_token() -> None:
-    """The first token of the second chunk smears with `prev_token` of its row."""
-    state, config, ids, _ = smear_case()
-    gpt = exact(state, config)
-    store = core_cached(gpt, ids, ())[1]
-    e = [unit(row) for row in state["transformer.wte.weight"]]
-    for prev in (0, 3, -1):
-        row = Row(id=0, tokens=(ids[3],), prev_token=prev, start=3, blocks=(0,), num_sampled=0, params=SamplingParams(),
-                  logprobs_mode="raw", seed=0, sample_index=0)  # fmt: skip
-        now = e[ids[3]]
-        before = e[prev] if prev >= 0 else 0 * now
-        wanted = head_of(state, now + 0.6 * sigmoid(0.7 * now[0] - 1.1 * now[23]) * before, 15.0)
-        logits = gpt.model.forward(build((row,), 16, CPU), store)
-        assert (logits[0].double() - wanted).abs().max() <= TOLERANCE
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 6])
-def test_backout_subtracts_the_middle_layers_output(num_layers: int) -> None:
-    """Layer i's MLP adds (i + 1) times the square of the first normalised value, along axis i + 1."""
-    state, config = blank("G4", n_layer=num_layers, n_head=1, n_kv_head=1, n_embd=32, vocab_size=5)
-    for i in range(num_layers):
-        state[f"transformer.h.{i}.mlp.c_fc.weight"][0, 0] = 1.5
-        state[f"transformer.h.{i}.mlp.c_proj.weight"][i + 1, 0] = i + 1.0
-    state["transformer.wte.weight"][1, 0] = 2.5
-    state["backout_lambda"] = torch.tensor([0.3])
-    x = unit(state["transformer.wte.weight"][1])
-    outputs = []
-    for i in range(num_layers):
-        added = torch.zeros(32).double()
-        added[i + 1] = (i + 1) * (1.5 * float(unit(x)[0])) ** 2
-        x = x + added
-        outputs.append(x)
-    taken = outputs[{1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 3}[num_layers]]
-    assert_logits(exact(state, config), [1, 1, 1], head_of(state, x - 0.3 * taken, 15.0).expand(3, -1))
-
-
-def test_hashed_pairs() -> None:
-    state, config = blank("G2e", n_layer=2, n_head=1, n_kv_head=1, n_embd=32, vocab_size=50)
-    table = state["bigram_embed.embed.weight"]
-    assert table.shape == (250, 32)
-    state["bigram_lambdas"] = torch.tensor([0.5, -0.2])
-    state["resid_lambdas"] = torch.tensor([1.0, 0.5])
-    ids = [49, 3, 3, 17, 0, 0, 41]
-    rows = [249]
-    for before, now in pairwise(ids):
-        rows.append(((36313 * now) ^ (27191 * before)) % 249)
-    assert rows == [249, 73, 107, 195, 103, 0, 62]
-    wanted = []
-    for token, row in zip(ids, rows, strict=True):
-        pair = table[row].double()
-        x = 0.5 * (unit(state["transformer.wte.weight"][token]) + 0.5 * pair) - 0.2 * pair
-        wanted.append(head_of(state, x, 15.0))
-    assert_logits(exact(state, config), ids, torch.stack(wanted))
 
 
 def changes_logits(gpt: GPT, ids: list[int], place: int) -> tuple[bool, bool]:
@@ -675,3 +375,142 @@ def test_bfloat16_keeps_learned_numbers_and_stays_close(generation: str) -> None
         error = (logits - wanted).abs()
         assert 0 < error.mean() < 0.02 * wanted.std()
         assert error.max() < 0.05 * wanted.abs().max()
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+KERNELS = ("auto", "off")
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+ROUNDED = ("G0", "G1", "G2", "G2e")
+"""Until its commit 1076f97 (2026-03-04) upstream rounded cos and sin to bfloat16."""
+
+
+def opened(directory: Path, *overrides: str, **options: Any) -> InferenceEngine:
+    return engine(directory, overrides=overrides, **options)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_gpt_torch_and_kernels_use_the_same_tables(tmp_path: Path, generation: str) -> None:
+    config = model_config(generation)
+    state = state_dict(generation, config)
+    write_checkpoint(tmp_path, generation, config=config, state=state, meta=base_meta(generation))
+    ids = text(1, 200)
+    other = "float32" if generation in ROUNDED else "bfloat16"
+    for overrides in ((), (f"rope_dtype={other}",)):
+        plain = load(state, config, *hints_of(generation), *overrides)
+        wanted = torch.log_softmax(plain_logits(plain, torch.tensor([ids]))[0, :-1], dim=-1)
+        wanted = wanted.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        for kernels in KERNELS:
+            with opened(tmp_path, *overrides, kernels=kernels) as ours:
+                gaps = (torch.tensor(ours.score(ids)) - wanted).abs()
+            assert gaps.max() < 1e-5, (kernels, overrides)
+    by_default, by_hand = (
+        load(state, config, *hints_of(generation), *overrides).forward(torch.tensor([ids]))
+        for overrides in ((), (f"rope_dtype={other}",))
+    )
+    assert (by_default - by_hand).abs().max() > 1e-3
+
+
+# ---- windows during decode: upstream ignored them in steps with a cache from 2026-01-16 to 30 ------------------------
+
+
+def greedy(gpt: GPT, prompt: list[int], num_tokens: int) -> list[int]:
+    """Generate with the plain model: the prompt in one call, then token by token with the cache."""
+    config = gpt.config
+    head_dim = config.n_embd // config.n_head
+    cache = KVCache(1, config.n_kv_head, len(prompt) + num_tokens, head_dim, config.n_layer)
+    logits, found = gpt.forward(torch.tensor([prompt]), kv_cache=cache), []
+    for _ in range(num_tokens):
+        found.append(int(logits[0, -1].argmax()))
+        logits = gpt.forward(torch.tensor([found[-1:]]), kv_cache=cache)
+    return found
+
+
+PROMPTS = [text(40 + seed, 30 + 13 * seed) for seed in range(6)]
+FULL = ("short_window=24", "decode_window=full")
+
+
+@dataclass(frozen=True)
+class FullCase:
+    """A checkpoint, its model with decode_window=full and with the default, and the plain loop's greedy answers."""
+
+    directory: Path
+    gpt: GPT
+    windowed: GPT
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["G1", "G2", "G2e"])
+def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FullCase:
+    config = model_config(request.param)
+    state = state_dict(request.param, config)
+    directory = tmp_path_factory.mktemp("full")
+    write_checkpoint(directory, request.param, config=config, state=state)
+    gpt, windowed = load(state, config, *FULL), load(state, config, "short_window=24")
+    answers = [greedy(gpt, prompt, 48) for prompt in PROMPTS]
+    assert answers != [greedy(windowed, prompt, 48) for prompt in PROMPTS]
+    return FullCase(directory, gpt, windowed, answers)
+
+
+def test_windows_apply_to_prompts_only(full: FullCase) -> None:
+    gpt, windowed = full.gpt, full.windowed
+    ids = torch.tensor([text(3, 90)])
+    assert torch.equal(gpt.forward(ids), windowed.forward(ids))
+    everything = load(dict(gpt.weights), model_config(gpt.terms.generation), "window_pattern=L")
+    after = []
+    for model in (gpt, everything, windowed):
+        cache = KVCache(1, 2, 90, 16, 4)
+        windowed.forward(ids[:, :89], kv_cache=cache)
+        after.append(model.forward(ids[:, 89:], kv_cache=cache))
+    assert torch.equal(after[0], after[1])
+    assert (after[0] - after[2]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_tokens_per_batch": 17, "block_size": 5}, {"speculation": "ngram"}, {"cache_type": "paged"}],
+    ids=str,
+)
+def test_core_matches_the_plain_loop(full: FullCase, kernels: str, options: dict[str, Any]) -> None:
+    with opened(full.directory, *FULL, kernels=kernels, **options) as ours:
+        for _ in range(2):  # the second time on cached prefixes
+            found = [list(sample.completion_tokens) for sample in ours.generate(PROMPTS, GREEDY)]
+            assert found == full.answers
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_preempted_answer_is_recomputed_without_windows(full: FullCase, kernels: str) -> None:
+    block_bytes = full.gpt.model.config.kv_bytes_per_token(4) * 16
+    with opened(full.directory, *FULL, kernels=kernels, kv_cache_bytes=block_bytes * 14) as ours:
+        samples = ours.generate(PROMPTS, GREEDY)
+    assert sum(sample.num_preemptions for sample in samples) > 0
+    assert [list(sample.completion_tokens) for sample in samples] == full.answers
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_next_prompt_does_not_reuse_keys_of_generated_tokens(full: FullCase, kernels: str) -> None:
+    """In the next prompt, the answer's tokens are prompt tokens, which windows restrict: their keys differ."""
+    with opened(full.directory, *FULL, kernels=kernels) as ours:
+        first = ours.generate(PROMPTS[:1], GREEDY)[0]
+        prompt = [*first.prompt_tokens, *first.completion_tokens, *text(5, 9)]
+        second = ours.generate([prompt], GREEDY)[0]
+        again = ours.generate([prompt], GREEDY)[0]
+    assert list(second.completion_tokens) == greedy(full.gpt, prompt, 48)
+    assert second.num_cached_tokens == 0
+    assert (again.completion_tokens, again.num_cached_tokens > 0) == (second.completion_tokens, True)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_answer_is_scored_without_windows(full: FullCase, kernels: str) -> None:
+    params = SamplingParams(max_tokens=48, seed=1)
+    with opened(full.directory, *FULL, kernels=kernels, max_tokens_per_batch=37) as ours:
+        samples = ours.generate(PROMPTS, params)
+        texts = [[*one.prompt_tokens, *one.completion_tokens] for one in samples]
+        starts = [len(one.prompt_tokens) for one in samples]
+        for _ in range(2):  # the second time without cached prefixes
+            found = ours.score(texts, starts, params=params)
+            for score, sample in zip(found, samples, strict=True):
+                exact = list(sample.logprobs)
+                assert score == (exact if kernels == "auto" else pytest.approx(exact, abs=2e-6))
+            ours.flush_cache()
