@@ -24,7 +24,7 @@ def page(capsys: Capture, *argv: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
-@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("columns", [60, 120])
 def test_page_fits_the_terminal(
     path: tuple[str, ...], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from nano_inference.cli import main
 from nano_inference.cli.arguments import size_of
+from tests.cli.commands import Capture, refused
 
-Capture = pytest.CaptureFixture[str]
 TOO_MUCH = "100TiB"
 
 
@@ -40,14 +40,6 @@ def misshapen(model: Path, directory: Path) -> Path:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "intermediate_size": config["intermediate_size"] - 1}))
     return directory
-
-
-def refusal(capsys: Capture, *argv: str) -> str:
-    """Run a command that must fail with code 2; return its one line."""
-    assert main(argv) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("nano-inference: ") and err.count("\n") == 1 and "Traceback" not in err
-    return err.removeprefix("nano-inference: ").rstrip()
 
 
 def given(place: str, key: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
@@ -90,7 +82,7 @@ def test_cache_larger_than_memory_is_rejected_before_loading(
 ) -> None:
     words = given(place, "kv-cache-bytes", TOO_MUCH, tmp_path, monkeypatch)
     model = misshapen(tiny, tmp_path / "model")
-    line = refusal(capsys, "generate", "hello", "--model", str(model), "--device", "cpu", *words)
+    line = refused(capsys, "generate", "hello", "--model", str(model), "--device", "cpu", *words)
     assert line.startswith(f"{name}: {100 << 40} bytes (102400.0 GiB) are more than the available memory, ")
     assert "give a smaller size" in line and ("c.toml" in line) == (place == "file")
 
@@ -113,12 +105,12 @@ def test_cache_larger_than_memory_is_rejected_before_loading(
 )
 def test_rejection_names_the_flag(words: tuple[str, ...], expected: str, tiny: Path, capsys: Capture) -> None:
     model = ("--model", str(tiny)) if words[0] == "generate" else ()
-    line = refusal(capsys, *words, *model)
+    line = refused(capsys, *words, *model)
     assert line.startswith(expected) and "max_model_len" not in line
 
 
 def test_value_equal_to_a_field_name_is_unchanged(capsys: Capture) -> None:
-    line = refusal(capsys, "serve", "--port", "0", "--host", "insecure")
+    line = refused(capsys, "serve", "--port", "0", "--host", "insecure")
     assert line.startswith("--host insecure can be reached from other machines: ") or "insecure: cannot listen" in line
 
 
@@ -133,7 +125,7 @@ def test_port_in_use_names_its_source(
         words = given(place, "port", port, tmp_path, monkeypatch)
         if place == "file":
             (tmp_path / "c.toml").write_text(f"port = {port}\n")
-        line = refusal(capsys, "serve", *words)
+        line = refused(capsys, "serve", *words)
     expected = f"{name} {port}: another program listens on 127.0.0.1:{port}; set {name} to another one, or 0 for any"
     assert line.startswith(expected)
 
@@ -141,8 +133,8 @@ def test_port_in_use_names_its_source(
 def test_base_model_is_rejected_before_loading(base_model: Path, tmp_path: Path, capsys: Capture) -> None:
     said = "is a base model: it has no chat template"
     model = misshapen(base_model, tmp_path / "model")
-    assert said in refusal(capsys, "chat", "--model", str(model), "-p", "hello")
-    line = refusal(capsys, "chat", "--model", str(base_model), "-p", "hello")
+    assert said in refused(capsys, "chat", "--model", str(model), "-p", "hello")
+    line = refused(capsys, "chat", "--model", str(base_model), "-p", "hello")
     assert said in line
     command = line[line.index("nano-inference generate") :].split(" 'Once")[0].split()
     assert main([*command[1:], "Once upon a time", "--max-tokens", "2"]) == 0

@@ -38,14 +38,9 @@ def forks() -> Iterator[Forks]:
     [
         ["--help"],
         ["chat", "--help"],
-        ["generate", "--help"],
         ["serve", "--help"],
-        ["completion", "--help"],
         ["generate", "--print-config"],
-        ["bench", "--help"],
-        ["tokenize", "--help"],
         ["doctor", "--help"],
-        ["models", "--help"],
         ["models", "info", "--help"],
     ],
 )
@@ -87,4 +82,16 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(for
         screen.ask("/help")
         screen.wait("/clear")
         screen.send("\x04")
+        assert screen.leave() == 0
+
+
+def test_banner_wraps_facts_but_not_the_command(forker: Forker) -> None:
+    """A wrapped command could not be copied."""
+    with terminal("serve", "--model", "calculator", "--port", "0", forker=forker, rows=40, columns=60) as screen:
+        screen.wait_raw('"calculator": true}\'\r\n')
+        rows = screen.text().splitlines()
+        assert max(map(len, rows)) <= 60 and "  http://127.0.0.1:" in screen.text()
+        (command,) = [line for line in screen.raw.decode().split("\r\n") if line.startswith("  curl -N ")]
+        assert len(command) > 120 and command.endswith("}'") and '"temperature": 0' in command
+        screen.send("\x03")
         assert screen.leave() == 0

@@ -127,35 +127,27 @@ def test_process_starts_and_logs_requests(directory: Path) -> None:
         assert (warning["level"], warning["logger"]) == ("warning", "nano_inference.server")
 
 
-def test_sigterm_finishes_open_requests(forker: Forker, directory: Path) -> None:
-    with forked(forker, directory) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
+HEED = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+"""nohup ignores SIGHUP."""
+
+
+@pytest.mark.parametrize(("number", "times"), [(signal.SIGTERM, 1), (signal.SIGHUP, 3)])
+def test_signal_finishes_open_requests(forker: Forker, directory: Path, number: signal.Signals, times: int) -> None:
+    """Both a closing terminal and its shell send SIGHUP."""
+    with forked(forker, directory, before=HEED) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
         server.wait_for("ready: ")
         with client.stream("POST", "/v1/completions", json=LONG) as stream:
             parts = stream.iter_text()
             text = next(parts)
-            server.popen.send_signal(signal.SIGTERM)
-            text += "".join(parts)
-        events = events_in(text)
-        assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
-        assert server.end() == 0
-        assert not any("Traceback" in line for line in server.lines)
-
-
-def test_sighup_finishes_open_requests(forker: Forker, directory: Path) -> None:
-    heed = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup ignores SIGHUP
-    with forked(forker, directory, before=heed) as server, httpx2.Client(base_url=server.url, timeout=60) as client:
-        server.wait_for("ready: ")
-        with client.stream("POST", "/v1/completions", json=LONG) as stream:
-            parts = stream.iter_text()
-            text = next(parts)
-            for _ in range(3):  # both a closing terminal and its shell send it
-                server.popen.send_signal(signal.SIGHUP)
-                while client.get("/ready").status_code == 200:
+            for _ in range(times):
+                server.popen.send_signal(number)
+                while times > 1 and client.get("/ready").status_code == 200:
                     pass
             text += "".join(parts)
         events = events_in(text)
         assert events[-1] == "[DONE]" and events[-2]["choices"][0]["finish_reason"] == "length"
         assert server.end() == 0
+        assert not any("Traceback" in line for line in server.lines)
 
 
 @pytest.mark.parametrize("how", ["twice", "no time"])

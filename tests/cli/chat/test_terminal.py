@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,14 +35,27 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "nano-inference" / "history"
 
 
+@contextmanager
+def chatting(
+    forker: Forker | None, server: Scripted, *options: str, rows: int = 24, columns: int = WIDE, **env: str
+) -> Iterator[Terminal]:
+    """Run a chat up to its prompt; end it with Ctrl-D after the block."""
+    argv = ("chat", "--server", server.url, *options)
+    with terminal(*argv, forker=forker, rows=rows, columns=columns, **env) as screen:
+        screen.prompt()
+        yield screen
+        screen.prompt()
+        screen.send("\x04")
+        assert screen.leave() == 0 and "Traceback" not in screen.text()
+
+
 def answer_of(screen: Terminal) -> str:
     """Return the text between the last question and the statistics."""
     return screen.text().rpartition("> question\n")[2].partition("\n[first token")[0]
 
 
 def test_answer_is_rendered_while_streamed(forker: Forker, server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
+    with chatting(forker, server) as screen:
         screen.send("question\r")
         server.say("**Bo")
         screen.wait("**Bo")
@@ -59,8 +73,6 @@ def test_answer_is_rendered_while_streamed(forker: Forker, server: Scripted) -> 
         screen.prompt()
         rows = [row.strip() for row in answer_of(screen).partition("\n[7")[0].splitlines()]
         assert rows == ["Bold is", "", "a  b", "────", "1  2", "", "print(1)", "", "last"]
-        screen.send("\x04")
-        assert screen.leave() == 0
 
 
 LONG = "# Head\n\n" + "\n\n".join(f"paragraph {i} " + "word " * 30 for i in range(6)) + "\n\n- one\n- two\n\n"
@@ -79,32 +91,13 @@ def assert_once(text: str) -> None:
     assert places == sorted(places) and all(text.count(mark) == 1 for mark in marks()), text
 
 
-def test_long_answer_scrolls_and_is_shown_once(forker: Forker, server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, forker=forker, rows=12, columns=50) as screen:
-        screen.prompt()
-        screen.send("question\r")
-        for at in range(0, len(LONG), 11):
-            server.say(LONG[at : at + 11])
-        server.end()
-        screen.wait("[first token")
-        screen.prompt()
-        assert_once(answer_of(screen))
-        assert answer_of(screen).count("word") == 180
-        screen.send("\x04")
-        assert screen.leave() == 0
-
-
-@pytest.mark.parametrize("sizes", [((8, 60), (20, 40))])
-def test_answer_is_shown_once_with_resizes(
-    forker: Forker, server: Scripted, sizes: tuple[tuple[int, int], ...]
-) -> None:
+def test_answer_is_shown_once_with_resizes(forker: Forker, server: Scripted) -> None:
     """Resize in the middle of a paragraph and of a table; every row is shown once."""
     cuts = [0, LONG.index("paragraph 2") + 40, LONG.index("row3"), len(LONG)]
     last_words = ["paragraph 2 word word word word word wor", "row2  4", "end"]
-    with terminal("chat", "--server", server.url, forker=forker, rows=16, columns=70) as screen:
-        screen.prompt()
+    with chatting(forker, server, rows=16, columns=70) as screen:
         screen.send("question\r")
-        for (start, end), last, size in zip(pairwise(cuts), last_words, [*sizes, None], strict=True):
+        for (start, end), last, size in zip(pairwise(cuts), last_words, [(8, 60), (20, 40), None], strict=True):
             server.say(LONG[start:end])
             screen.wait(last)
             if size is not None:
@@ -113,13 +106,10 @@ def test_answer_is_shown_once_with_resizes(
         screen.wait("[first token")
         screen.prompt()
         assert_once(answer_of(screen))
-        screen.send("\x04")
-        assert screen.leave() == 0
 
 
 def test_ctrl_c_ends_answer_and_connection(forker: Forker, server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
+    with chatting(forker, server) as screen:
         screen.send("question\r")
         server.say("half an ans")
         screen.wait("half an ans")
@@ -133,9 +123,6 @@ def test_ctrl_c_ends_answer_and_connection(forker: Forker, server: Scripted) -> 
         assert [message["content"] for message in messages] == ["question", "half an ans", "again"]
         server.answer("whole")
         screen.wait("whole")
-        screen.prompt()
-        screen.send("\x04")
-        assert screen.leave() == 0
 
 
 def test_ctrl_c_at_the_prompt(forker: Forker, server: Scripted) -> None:
@@ -158,8 +145,7 @@ def test_ctrl_c_at_the_prompt(forker: Forker, server: Scripted) -> None:
 
 
 def test_input_during_answer_is_queued_without_echo(forker: Forker, server: Scripted) -> None:
-    with terminal("chat", "--server", server.url, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
+    with chatting(forker, server) as screen:
         screen.send("question\r")
         server.say("first ")
         screen.wait("first")
@@ -169,9 +155,6 @@ def test_input_during_answer_is_queued_without_echo(forker: Forker, server: Scri
         assert "first second" in screen.text() and screen.text().count("hasty") == 1
         server.answer("third")
         screen.wait("third")
-        screen.prompt()
-        screen.send("\x04")
-        assert screen.leave() == 0
 
 
 def test_multi_line_messages(forker: Forker, server: Scripted) -> None:
@@ -244,23 +227,20 @@ HARMLESS = "a ␛[31mred␛]0;title␇ �32m b␈ [red]c[/red] &#27;[33m �tur
 def test_control_sequences_of_a_model_are_shown_as_text(
     forker: Forker, server: Scripted, options: tuple[str, ...]
 ) -> None:
-    with terminal("chat", "--server", server.url, *options, forker=forker, columns=WIDE) as screen:
-        screen.prompt()
+    with chatting(forker, server, *options) as screen:
         screen.send("question\r")
         for char in EVIL:
             server.say(char)
         server.end(finish="\x1b[35mstop")
-        screen.wait("turned")
+        screen.wait("[first token")
+        raw = screen.raw
         screen.prompt()
         screen.wait(HARMLESS)
         screen.send("question\r")
         server.event({"error": {"message": "bad\x1b[36m\nday"}})
         screen.wait("the server failed: bad␛[36m day")
-        screen.prompt()
-        screen.send("\x04")
-        assert screen.leave() == 0
         for sequence in (b"\x1b[31m", b"\x1b]0;", b"\x9b32", b"\x1b[35m", b"\x1b[36m", b"\x08 ["):
-            assert sequence not in screen.raw
+            assert sequence not in raw + screen.raw
 
 
 COLOUR_CODES = [f"\x1b[{code}m".encode() for code in (*range(30, 38), *range(90, 98), "1;36")] + [b"\x1b[38;"]
@@ -271,7 +251,6 @@ COLOUR_CODES = [f"\x1b[{code}m".encode() for code in (*range(30, 38), *range(90,
     [
         ({}, True, True),
         ({"NO_COLOR": "1"}, False, True),
-        ({"TERM": "dumb"}, False, False),
         ({"TERM": "dumb", "FORCE_COLOR": "1"}, False, False),
         ({"PYTHONIOENCODING": "latin-1"}, False, False),
     ],
@@ -306,8 +285,7 @@ def test_colours_depend_on_terminal_and_variables(
     ],
 )
 def test_unencodable_characters_are_replaced(server: Scripted, env: dict[str, str], shown: bytes) -> None:
-    with terminal("chat", "--server", server.url, columns=WIDE, **env) as screen:
-        screen.prompt()
+    with chatting(None, server, **env) as screen:
         screen.send("question\r")
         for byte in "café 日 😀":
             server.say(byte)
@@ -316,5 +294,3 @@ def test_unencodable_characters_are_replaced(server: Scripted, env: dict[str, st
         raw = screen.raw
         screen.prompt()
         assert shown in raw.replace(b"\x1b[K", b"")
-        screen.send("\x04")
-        assert screen.leave() == 0 and "Traceback" not in screen.text()
