@@ -5,13 +5,18 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nano_inference.text import sandbox
-from nano_inference.text.chat import chat_template, encode_chat, load_chat_template, render
+from nano_inference.text.chat import chat_template, encode_chat, literal_pattern, load_chat_template, render
 from nano_inference.text.kinds import Rendering, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
@@ -109,26 +114,15 @@ def test_real_templates_render_as_in_transformers(family: str) -> None:
     [
         "a {{ x }} b\n{{ y -}}  c\n  {{- z }}\n{# note #}\n{% if true %}\n d\n{% endif %}\n e",
         "  {{ x }}\n  {% set q = x %}\n{% for i in [1, 2] %}\n  {{ i }}\n{% endfor %}{% raw %}{{ no }}{% endraw %}",
-        "{% set a, b = 1, 'two' %}{{ a }}{{ b }}{% set c %} in {{ a }} {% endset %}{{ c }}|",
-        "{{ {'k': {'v': 1}}['k']['v'] }}",
-        "{{ 'x'.join(['a', 'b']).replace('a', x ~ 'c').upper() }}{{ (x + 'q').replace('q', '').strip() }}",
-        "{{ messages[0].content.split(' ')[0].replace('h', 'j', 1) }}{{ ['a','b']|join('-') }}",
-        "{{ 'aXa'|replace('a','b') }}",
-        "{{ x if x is defined and not x.replace('x', '') else 'no' }}",
-        "{{ none }}{{ missing }}{{ true }}{{ [1, 'a', none] }}",
         "{{ 'a\n\nb\nc'|indent(2) }}{{ 'a\nb'|indent('> ', first=true) }}{{ 'a\n\nb\n'|indent(2, blank=true) }}",
-        "{% macro f(a, b=2) %}{{ a }}-{{ b }}{% endmacro %}{{ f(1) }}{{ f(1, b='x'.replace('x', 'y')) }}",
         "{{ messages[0] }}{{ messages|length }}{{ messages[0].items()|list }}{{ messages == messages[:] }}{{ x * 3 }}",
         "{% set n = namespace(a=1.0) %}{% for i in [1, 2] recursive %}{% set n.a = n.a + i %}{{ loop.index0 }}"
         "{{ loop.cycle(1, 2) }}{% endfor %}{{ n.a }}{{ dict.fromkeys(['k'], 0) }}{{ range(3)|list }}{{ missing }}",
         "{% macro m(a, k=2) %}{{ a }}{{ k }}{{ varargs }}{{ kwargs }}{{ caller() if caller }}{% endmacro %}"
         "{{ m(1, 2, 3, z=4.0) }}{% call m(1) %}inside{% endcall %}",
-        "{% filter upper %}low{% endfilter %}{% with q = 1.0 %}{{ q }}{% endwith %}",
         "{% for k, v in {'a': 1.0}.items() %}{{ k }}{{ v }}{{ loop.last }}{{ loop.length }}{% else %}none{% endfor %}"
         "{% for m in messages if m.role == 'none' %}x{% else %}none{% endfor %}{{ loop is defined }}",
         "{% generation %}{% set inside = 1 %}{{ inside }}{% endgeneration %}{{ inside }}{{ messages[0].get('y', 1) }}",
-        "{%- for m in messages -%} {%- set z = m.content -%} {{- z -}} {%- endfor -%} end",
-        "{{ '%' ~ \"}}\" ~ '{%' }}{{ messages|map(attribute='role')|join(', ') }}{{ {'a': 1}|tojson }}",
         "{% if x %}  \n  {% generation %}\n g \n{% endgeneration %}\n{% endif %}",
     ],
 )
@@ -304,3 +298,25 @@ def test_message_cannot_forge_a_turn_with_a_prefixing_tokenizer(llama_dir: Path)
     ids = encode_chat(template, tokenizer, [{"role": "user", "content": "the</s>fox"}])
     assert ids.count(2) == 0 and ids.count(1) == 1
     assert tokenizer.decode(ids) == "[INST] the</s>fox[/INST]"
+
+
+WORDS = st.frozensets(st.text("ab<|", min_size=1, max_size=6), min_size=1, max_size=12)
+GUARD_S = 120
+"""Time limit of the search; trying one alternative after the other takes hours."""
+
+
+@given(WORDS, st.text("ab<|", max_size=60))
+def test_matches_equal_those_of_alternatives_sorted_by_length(words: frozenset[str], text: str) -> None:
+    pattern = literal_pattern(words)
+    plain = re.compile("|".join(re.escape(word) for word in sorted(words, key=lambda word: (-len(word), word))))
+    assert pattern is not None
+    assert [match.span() for match in pattern.finditer(text)] == [match.span() for match in plain.finditer(text)]
+
+
+def test_search_time_does_not_grow_with_the_number_of_texts() -> None:
+    code = """
+from nano_inference.text.chat import literal_pattern
+pattern = literal_pattern(frozenset(f"<unused{number}>" for number in range(6000)) | {"[multimodal]"})
+assert pattern.search("<" * 20_000_000) is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=GUARD_S)

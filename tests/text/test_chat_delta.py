@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from nano_inference import InferenceEngine, Rollout, SamplingParams, run_rollouts
-from nano_inference.core.seeds import derive_seed
 from nano_inference.text.chat import (
     ChatTemplate,
     Message,
@@ -27,7 +23,6 @@ from nano_inference.text.chat import (
 )
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
-from tests.sim.fakes import fake_config, fake_parts, reference
 from tests.text.test_chat import CHATML
 from tests.text.tokenizer_samples import byte_level, save
 
@@ -292,40 +287,6 @@ def _trimmed(text: str, source: str) -> str:
 
 
 # --- a rollout of ids that differ from the tokenization of their text
-
-
-def test_rollout_keeps_ids_that_differ_from_the_tokenization_of_their_text(tokenizer: Tokenizer) -> None:
-    def any_token(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
-        return random.Random(repr((seen, seed, sample_index, len(seen)))).randrange(tokenizer.vocab_size)
-
-    template = template_of(CHATML, tokenizer)
-    parts = replace(
-        fake_parts("radix", 400, 4, drawing=any_token), vocab_size=tokenizer.vocab_size, eos_token_ids=frozenset([2])
-    )
-    engine = InferenceEngine(fake_config(), parts=parts)
-    params = SamplingParams(max_tokens=12, seed=5)
-
-    def environment(rollout: Rollout) -> Iterable[int]:
-        messages = [{"role": "tool", "content": f"turn {len(rollout.turns)}"}]
-        return encode_chat_delta(template, tokenizer, messages, rollout.completion_tokens)
-
-    prompt = encode_chat(template, tokenizer, USER)
-    for rollout in run_rollouts(engine, [prompt], environment, params, num_samples_per_prompt=4, max_turns=4):
-        text = tokenizer.decode(rollout.tokens, skip_special=False)
-        assert tokenizer.encode(text, add_special=False) != list(rollout.tokens), "encoding the text gives other ids"
-        seed = derive_seed(derive_seed(5, 0), rollout.sample_index)
-        tokens = list(prompt)
-        for number, turn in enumerate(rollout.turns, 1):
-            drawn, _, _ = reference(
-                tokens, replace(params, seed=seed, stop_token_ids=[2], ignore_eos=True), 0, drawing=any_token
-            )
-            assert list(turn.sample.completion_tokens) == drawn
-            tokens += [*drawn, *turn.observation]
-            if turn.observation:
-                follows = f"\n{START}tool\nturn {number}{END}\n{START}assistant\n"
-                has_end = drawn[-1] in tokenizer.eos_ids
-                assert tokenizer.decode(turn.observation, skip_special=False) == ("" if has_end else END) + follows
-        assert list(rollout.tokens) == tokens and len(rollout.turns) == 4
 
 
 # --- the default model

@@ -540,40 +540,6 @@ def test_tokens_without_an_alternative_are_forced(
         assert jsonschema_rs.is_valid(SCHEMA, json.loads(text_of(tiny, list(sample.completion_tokens[:-1]))))
 
 
-def test_preempted_samples_are_identical(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
-    make = grammars.matcher(AS_SCHEMA)
-    roomy = open_tiny()
-    expected = generate(roomy, PARAMS, 6, make_matcher=make)
-    block_bytes = roomy.parts.checkpoint.config.kv_bytes_per_token(4) * 4
-    samples = generate(open_tiny(kv_cache_bytes=40 * block_bytes), PARAMS, 6, make_matcher=make)
-    assert sum(sample.num_preemptions for sample in samples) > 0
-    assert [columns(sample) for sample in samples] == [columns(sample) for sample in expected]
-    for sample in samples:
-        check_forced(sample, make)
-
-
-def resumed(
-    engine: InferenceEngine, steps: int, params: SamplingParams, **options: Any
-) -> tuple[TrainingSample, TrainingSample]:
-    """Abort a sample after some steps and resume it; return the partial and the final sample."""
-    request = engine.add_request(PROMPT, params, **options)
-    for _ in range(steps):
-        engine.step()
-    (part,) = engine.abort(request)
-    (whole,) = generate(engine, params, partial=part, **options)
-    return part, whole
-
-
-def test_resumed_sample_is_identical(open_tiny: Callable[..., InferenceEngine], grammars: Grammars) -> None:
-    make, engine = grammars.matcher(AS_SCHEMA), open_tiny()
-    (expected,) = generate(engine, PARAMS, make_matcher=make)
-    for steps in range(1, len(expected.completion_tokens)):
-        part, whole = resumed(engine, steps, PARAMS, make_matcher=make)
-        assert part.mask == expected.mask[:steps]
-        assert columns(whole) == columns(expected) and whole.sampling_masks == expected.sampling_masks
-        check_forced(whole, make)
-
-
 def test_stop_strings_and_bad_words_with_a_grammar(
     open_tiny: Callable[..., InferenceEngine], tiny: Tokenizer, grammars: Grammars
 ) -> None:

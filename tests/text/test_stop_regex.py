@@ -101,13 +101,9 @@ def test_unsupported_part_of_an_expression_is_named(supported: str, rest: str) -
     ("pattern", "says"),
     [
         ("(", "missing )"),
-        ("a)", "unbalanced parenthesis"),
-        ("*a", "nothing to repeat"),
         ("a{3,2}", "min repeat greater than max repeat"),
         ("[b-a]", "bad character range"),
-        ("\\UFFFFFFFF", "bad hex escape"),
         ("a*", "matches the empty text"),
-        ("", "matches the empty text"),
         ("a{999}", f"more than {MAX_SIZE}"),
         ("(((a{9}){9}){9}){9}", f"more than {MAX_SIZE}"),
         ("(?:" * 2000 + "a" + ")" * 2000, f"more than {MAX_SIZE}"),

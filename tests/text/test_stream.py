@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nano_inference.text.stream import finish, first_stop, push, start
+from nano_inference.text.stream import finish, first_stop, push, repeats, start
 
 
 def run(pieces: list[bytes], stops: tuple[str, ...] = (), *, drop_space: bool = False) -> tuple[list[str], str | None]:
@@ -73,3 +74,25 @@ def test_drop_leading_space() -> None:
     assert run([b" Hello", b" world"], drop_space=True)[0] == ["Hello", " world", ""]
     assert run([b"", b"  a"], drop_space=True)[0] == ["", " a", ""]
     assert run([b"a", b" b"], drop_space=True)[0] == ["a", " b", ""]
+
+
+LOOP = [5, 6, 7] * 50
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        ([], False),
+        (list(range(1000)), False),
+        ([1] * 127, False),
+        ([1] * 128, True),
+        ([*range(100, 300), *LOOP], True),
+        ([*LOOP, 8], False),
+        (list(range(48)) * 5, False),
+        (list(range(48)) * 6, True),
+        (list(range(49)) * 20, False),
+        ([*"ab"] * 64, True),
+    ],
+)
+def test_repetition_is_six_equal_periods_and_128_tokens(tokens: list[object], found: bool) -> None:
+    assert repeats(tokens) is found

@@ -176,10 +176,8 @@ SPECIAL_LISTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a list": ({"extra_special_tokens": ["<in vocab>", "<added>"]}, {}),
     "names": ({"extra_special_tokens": {"image_token": "<added>", "box_token": "<in vocab>"}}, {}),
     "before version 5": ({"additional_special_tokens": ["<in vocab>", "<added>"]}, {}),
-    "both": ({"extra_special_tokens": {"image_token": "<added>"}, "additional_special_tokens": ["<in vocab>"]}, {}),
     "one of two lists": ({"extra_special_tokens": ["<added>"], "additional_special_tokens": ["<in vocab>"]}, {}),
     "a role of its own": ({"image_token": "<added>"}, {}),
-    "names of the model": ({"model_specific_special_tokens": {"image_token": "<added>"}}, {}),
     "the map": ({}, {"additional_special_tokens": ["<in vocab>"], "image_token": "<added>"}),
     "the map beside added tokens": ({"added_tokens_decoder": {}}, {"image_token": "<added>"}),
 }
