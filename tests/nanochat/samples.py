@@ -10,14 +10,11 @@ import tiktoken
 
 from nano_inference.nanochat.pickled import from_encoding
 from nano_inference.text.tiktoken_file import TiktokenTokenizer
+from tests.nanochat.tiny import PATTERN, SPECIALS
 
-PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-)
 WORDS = ["he", "hel", "hell", "hello", " w", "12", "<|", "|>", "é", "日本", "  ", "\n\n", "co", "cou", "coun", "count"]
-NAMES = "bos user_start user_end assistant_start assistant_end python_start python_end output_start output_end"
 RANKS: tuple[bytes, ...] = (*(bytes([byte]) for byte in range(256)), *(word.encode() for word in WORDS))
-SPECIAL = tuple(f"<|{name}|>" for name in NAMES.split())
+SPECIAL = tuple(f"<|{name}|>" for name in SPECIALS)
 
 
 def encoding() -> tiktoken.Encoding:

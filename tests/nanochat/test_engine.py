@@ -127,16 +127,6 @@ def test_concurrent_generators_are_independent() -> None:
     assert together == alone
 
 
-def test_a_seed_decides_and_temperature_0_ignores_it() -> None:
-    engine = Engine(talkative("G2"), TOKENIZER)
-
-    def run(seed: int, temperature: float = 1.0) -> Columns_:
-        return list(engine.generate([BOS, 3], 4, max_tokens=20, seed=seed, temperature=temperature))
-
-    assert run(1) == run(1) != run(2)
-    assert run(1, 0.0) == run(2, 0.0)
-
-
 def test_without_exact_a_row_does_not_depend_on_the_others() -> None:
     engine = Engine(talkative("G4"), TOKENIZER, exact=False)
     four = rows_of(list(engine.generate([BOS, 3], 4, max_tokens=30, seed=9)), 4)

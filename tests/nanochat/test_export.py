@@ -171,17 +171,6 @@ def test_safetensors_convert_back_to_nanochat_files(tmp_path: Path, generation: 
     assert type(state) is dict and state["transformer.wte.weight"].dtype == torch.bfloat16
 
 
-def test_token_bytes_count_each_tokens_bytes(tmp_path: Path) -> None:
-    source = write(tmp_path / "a", "G0")
-    out = export_nanochat(open_checkpoint(source), source, tmp_path / "b")
-    sizes = torch.load(out / "token_bytes.pt", weights_only=True)
-    fields = trained_tokenizer()
-    assert sizes.dtype == torch.int32 and len(sizes) == len(fields.mergeable_ranks) + 9
-    for word, token in fields.mergeable_ranks.items():
-        assert sizes[token] == len(word)
-    assert not sizes[-9:].any()
-
-
 def rounded_to_bfloat16(_module: object, _inputs: object, tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Round Transformers' cos and sin to bfloat16, as G0 does."""
     return tuple(table.bfloat16().float() for table in tables)

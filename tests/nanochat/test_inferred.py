@@ -93,15 +93,10 @@ def test_generation_is_recognised_with_its_constants(generation: str) -> None:
 
 WINDOWS = {
     2048: (1024, 768, 512),
-    1024: (512, 384, 256),
-    512: (256, 256, 128),
     256: (128, 128, 128),
     513: (256, 256, 256),
-    385: (192, 256, 128),
-    384: (192, 128, 128),
     1000: (500, 384, 256),
     4096: (2048, 1408, 1024),
-    101: (50, 128, 128),
 }
 """Trained length: short windows of G1 to G2s, of G3, of G4."""
 
@@ -125,10 +120,8 @@ def test_short_windows_depend_on_the_trained_length(sequence_len: int) -> None:
         (MARCH, 20.0, False),
         (EARLIER, 15.0, True),
         ({}, 15.0, True),
-        ({"eval_tokens": 41_943_040}, 15.0, True),
         ({"adam_beta1": 0.8}, 15.0, True),
         ({"adam_beta1": 0.8, "eval_tokens": "41943040"}, 15.0, True),
-        ({"adam_beta1": 0.8, "eval_tokens": [1]}, 15.0, True),
     ],
 )
 def test_softcap_with_32_column_gates(hints: dict[str, Any], softcap: float, warns: bool) -> None:
@@ -151,7 +144,7 @@ def test_missing_window_pattern_is_l_with_a_warning(generation: str) -> None:
         assert by_hand.reasons["window_pattern"] == "set by hand"
 
 
-@pytest.mark.parametrize("pattern", ["", "SX", "S L", 5, ["S"], True, "S\n", "X" * 10_000])
+@pytest.mark.parametrize("pattern", ["", "SX", 5, "S\n", "X" * 10_000])
 def test_invalid_patterns_are_rejected(pattern: object) -> None:
     assert "window_pattern must be" in refusal(shapes_of("G1"), model_config("G1", window_pattern=pattern))
 
