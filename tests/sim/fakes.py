@@ -17,28 +17,33 @@ VOCAB_SIZE = 50
 EOS = 7
 
 
-def next_token(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
-    """Return the fake model's token: a function of all earlier tokens and of the seed."""
-    return random.Random(repr((seen, seed, sample_index, len(seen)))).randrange(VOCAB_SIZE)
-
-
-def parrot(seen: tuple[int, ...], seed: int, sample_index: int) -> int:
-    """Return the token of a model that repeats itself: mostly the one four tokens earlier."""
-    rng = random.Random(repr((seen, seed, sample_index, len(seen))))
-    if len(seen) > 4 and rng.random() < 0.8:
-        return seen[-4]
-    return rng.randrange(40, VOCAB_SIZE)
-
-
-def score(seen: tuple[int, ...], token: int) -> float:
-    """The fake model's log-probability of a known token."""
-    return -random.Random(repr((seen, token))).random()
-
-
-Drawing = Callable[[tuple[int, ...], int, int], int]
-"""The type of `next_token`."""
+Drawing = Callable[[tuple[int, ...], int, int, int], int]
+"""What `next_token` is."""
 OnStep = Callable[[int], object]
 """Called with the number of each step before it is computed; may wait or raise."""
+Slot = tuple[int, int]
+"""The token whose K/V a slot holds, and the version of the weights that computed it."""
+
+
+def next_token(seen: tuple[int, ...], seed: int, sample_index: int, version: int = 0) -> int:
+    """Return the fake model's token: a function of all earlier tokens, of the seed and of the weights."""
+    return random_of(version, seen, seed, sample_index, len(seen)).randrange(VOCAB_SIZE)
+
+
+def random_of(version: int, *things: object) -> random.Random:
+    return random.Random(repr((*things, version) if version else things))
+
+
+def parrot(seen: tuple[int, ...], seed: int, sample_index: int, version: int = 0) -> int:
+    """Return the token of a model that repeats itself, with a period for each version: mostly an earlier token."""
+    rng = random_of(version, seen, seed, sample_index, len(seen))
+    period = 4 - version % 2
+    return seen[-period] if len(seen) > period and rng.random() < 0.8 else rng.randrange(40, VOCAB_SIZE)
+
+
+def score(seen: tuple[int, ...], token: int, version: int = 0) -> float:
+    """The fake model's log-probability of a known token."""
+    return -random_of(version, seen, token).random()
 
 
 def raising(error: BaseException, at: int) -> OnStep:
@@ -52,9 +57,10 @@ def raising(error: BaseException, at: int) -> OnStep:
 
 
 class FakeRunner:
-    """Owns slots that hold tokens; reads a row's history back through its block table.
+    """Owns slots that hold tokens and versions; reads a row's history back through its block table.
 
-    Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected.
+    Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected. K/V of a
+    version before `oldest` must not be read, nor by a row that starts any of weights before the installed ones.
     """
 
     failure: Exception | None = None
@@ -62,15 +68,21 @@ class FakeRunner:
     def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.slots: list[int | None] = []
+        self.slots: list[Slot | None] = []
         self.restore_cache()
         self.lookahead = lookahead
-        self.num_computed = 0
         self.drawing = drawing
+        self.version = self.oldest = 0
+        self.num_computed = self.num_mixed_reads = 0
         self.num_right = self.num_wrong = 0
         """Accepted and rejected draft tokens."""
         self.num_steps = 0
         self.on_step: OnStep = lambda number: None
+        self._ends: dict[int, range] = {}
+        """Where a row may continue after its last step: behind its own tokens and its accepted drafts."""
+
+    def install(self, version: int) -> None:
+        self.version = version
 
     def free_cache(self) -> None:
         self.slots = []
@@ -88,29 +100,41 @@ class FakeRunner:
         copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
         for block in fresh:  # stale contents must not be read
             self.slots[block * size : (block + 1) * size] = [None] * size
-        for slot, token in copied:
-            self.slots[slot] = token
+        for slot, content in copied:
+            self.slots[slot] = content
         for row in rows:
+            self._check_versions(row)
             self._write(row, row.start, row.tokens)
             self.num_computed += len(row.tokens)
         return {row.id: self._result(row) for row in rows}
+
+    def _check_versions(self, row: Row) -> None:
+        versions = {slot[1] for slot in self._read(row, row.start)}
+        is_continued = row.start in self._ends.get(row.id, ())
+        assert all(version >= (self.oldest if is_continued else self.version) for version in versions), "a stale read"
+        self.num_mixed_reads += bool(versions - {self.version})
+        end = row.start + len(row.tokens)
+        self._ends[row.id] = range(end - row.num_drafts, end + max(1, row.num_sampled))
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def _write(self, row: Row, start: int, tokens: Sequence[int]) -> None:
         for i, token in enumerate(tokens):
-            self.slots[self._slot(row, start + i)] = token
+            self.slots[self._slot(row, start + i)] = (token, self.version)
 
-    def _seen(self, row: Row, end: int) -> tuple[int, ...]:
-        seen = tuple(self.slots[self._slot(row, position)] for position in range(end))
-        assert None not in seen, "a row read a slot that was never written"
-        return seen  # type: ignore[return-value]
+    def _read(self, row: Row, end: int) -> list[Slot]:
+        slots = [self.slots[self._slot(row, position)] for position in range(end)]
+        assert None not in slots, "a row read a slot that was never written"
+        return slots  # type: ignore[return-value]
+
+    def _draw(self, row: Row, end: int) -> int:
+        seen = tuple(token for token, _ in self._read(row, end))
+        return self.drawing(seen, row.seed, row.sample_index, self.version)
 
     def _result(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)
-        before = range(end - row.num_drafts, end)
-        tokens = [self.drawing(self._seen(row, place), row.seed, row.sample_index) for place in before]
+        tokens = [self._draw(row, place) for place in range(end - row.num_drafts, end)]
         if row.num_drafts:
             agree = [token == guess for token, guess in zip(tokens, row.tokens[-row.num_drafts :], strict=True)]
             num_right = (*agree, False).index(False)
@@ -119,15 +143,13 @@ class FakeRunner:
         for place in range(row.num_sampled):
             if place:
                 self._write(row, end + place - 1, tokens[-1:])
-            tokens.append(self.drawing(self._seen(row, end + place), row.seed, row.sample_index))
-        scores = ()
+            tokens.append(self._draw(row, end + place))
+        scores: tuple[float, ...] = ()
         if row.score_from is not None:
-            known = row.tokens if row.next_token < 0 else (*row.tokens, row.next_token)
-            first = max(row.score_from, row.start + 1)
-            scores = tuple(
-                score(self._seen(row, p), known[p - row.start])
-                for p in range(first, min(row.start + len(known), row.score_end))
-            )
+            seen = tuple(token for token, _ in self._read(row, end))
+            known = seen if row.next_token < 0 else (*seen, row.next_token)
+            places = range(max(row.score_from, row.start + 1), min(len(known), row.score_end))
+            scores = tuple(score(known[:place], known[place], self.version) for place in places)
         return RowResult(
             id=row.id,
             tokens=tuple(tokens),
@@ -234,20 +256,25 @@ def is_idle(engine: InferenceEngine) -> bool:
     return not engine.has_pending() and engine.cache.num_free_blocks() == engine.cache.num_blocks
 
 
-def reference(
+def replay(
     prompt: Sequence[int],
     params: SamplingParams,
     sample_index: int,
+    versions: Sequence[int] | None = None,
     *,
     program: bool = False,
     matcher: bool = False,
     drawing: Drawing = next_token,
-) -> tuple[list[int], list[int], str]:
-    """One sample written out naively, token by token: (tokens, mask, finish reason)."""
+) -> tuple[list[int], list[int], str | None]:
+    """Write a sample out naively, token by token: (tokens, mask, why it ends, if it does).
+
+    Each token is drawn under the version that it claims, as far as there are `versions`; all under the first without.
+    """
     assert params.max_tokens is not None and params.seed is not None
     tokens, mask = list(prompt), []
     state: object = None
     tool, stop_after = Calculator(), StopAfter() if matcher else None
+    end: str | None = "length" if params.max_tokens == 0 else None
 
     def add(token: int, sampled: int) -> str | None:
         tokens.append(token)
@@ -256,16 +283,23 @@ def reference(
             return "stop"
         return "length" if len(mask) == params.max_tokens else None
 
-    if params.max_tokens == 0:
-        return [], [], "length"
-    while True:
-        token = drawing(tuple(tokens), params.seed, sample_index)
+    while end is None and (versions is None or len(mask) < len(versions)):
+        version = 0 if versions is None else versions[len(mask)]
+        token = drawing(tuple(tokens), params.seed, sample_index, version)
         end = add(token, 1)
         if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
-            return tokens[len(prompt) :], mask, "stop"
-        if program and not end:
+            end = "stop"
+        elif program and not end:
             state, forced = tool.step(state, token)
             for forced_token in forced:
                 end = end or add(forced_token, 0)
-        if end:
-            return tokens[len(prompt) :], mask, end
+    return tokens[len(prompt) :], mask, end
+
+
+def reference(
+    prompt: Sequence[int], params: SamplingParams, sample_index: int, **options: Any
+) -> tuple[list[int], list[int], str]:
+    """Return a whole sample of the first weights; `options` are those of `replay`."""
+    tokens, mask, end = replay(prompt, params, sample_index, **options)
+    assert end is not None
+    return tokens, mask, end

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
-
 import pytest
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams, TrainingSample
 from tests.sim.fakes import (
-    Calculator,
     Failing,
-    FakeRunner,
-    StopAfter,
     fake_config,
     fake_engine,
     fake_parts,
-    next_token,
-    parrot,
     reference,
     score,
 )
+from tests.sim.worlds import World, make_world
 
 CACHES = ("paged", "radix")
 with_seeds = pytest.mark.parametrize(
@@ -31,75 +24,15 @@ with_seeds = pytest.mark.parametrize(
 )
 
 
-@dataclass
-class World:
-    """One random history: an engine, the requests still to come, what each must give."""
-
-    rng: random.Random
-    engine: InferenceEngine
-    arrivals: list[dict[str, object]] = field(default_factory=list)
-    asked: dict[int, dict[str, object]] = field(default_factory=dict)
-    samples: list[TrainingSample] = field(default_factory=list)
-    aborted: set[int] = field(default_factory=set)
-
-
-def make_world(seed: int, cache_type: str, *, tight: bool, lookahead: int = 1, guesses: bool = False) -> World:
-    """Any world; with `guesses`, of a model that repeats itself, and with speculation."""
-    rng = random.Random(seed)
-    block_size = rng.choice([1, 2, 4, 8])
-    num_blocks = -(-(80 if tight else rng.choice([160, 400, 800])) // block_size)
-    limits = rng.choice([1, 2, 4, 16]), rng.choice([3, 4, 16, 64])
-    config = fake_config(*limits, speculation="ngram" if guesses else "off")
-    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, parrot if guesses else next_token)
-    world = World(rng, InferenceEngine(config, parts=parts))
-    base = [rng.randrange(50) for _ in range(30)]
-    for _ in range(rng.randrange(2, 8)):
-        prompt = base[: rng.randrange(30)] + [rng.randrange(50) for _ in range(rng.randrange(1, 12))]
-        params = SamplingParams(
-            max_tokens=rng.randrange(0, 30),
-            stop_token_ids=[11] if rng.random() < 0.5 else [],
-            ignore_eos=rng.random() < 0.3,
-            seed=rng.randrange(100),
-            prompt_logprobs=0 if rng.random() < 0.3 else None,
-        )
-        world.arrivals.append(
-            {
-                "prompt": prompt,
-                "params": params,
-                "n": rng.randrange(1, 5),
-                "program": rng.random() < 0.3,
-                "matcher": rng.random() < 0.3,
-                "salt": rng.choice(["", "", "a"]),
-            }
-        )
-    return world
-
-
-def arrive(world: World) -> None:
-    ask = world.arrivals.pop(0)
-    request_id = world.engine.add_request(
-        ask["prompt"],
-        ask["params"],
-        ask["n"],
-        salt=ask["salt"],
-        make_matcher=StopAfter if ask["matcher"] else None,
-        program=Calculator() if ask["program"] else None,
-    )
-    world.asked[request_id] = ask
-
-
 def run_world(world: World, *, aborts: bool = False) -> World:
     engine = world.engine
     for _ in range(20_000):
         if not world.arrivals and not engine.has_pending():
             break
         while world.arrivals and world.rng.random() < 0.5:
-            arrive(world)
+            world.arrive()
         if aborts and world.asked and world.rng.random() < 0.05:
-            request_id = world.rng.choice(list(world.asked))
-            partial = engine.abort(request_id)
-            world.samples += partial
-            world.aborted |= {sample.request_id for sample in partial}
+            world.abort()
         world.samples += engine.step()
         engine.parts.kv.check()
     else:
@@ -110,7 +43,7 @@ def run_world(world: World, *, aborts: bool = False) -> World:
 
 def check_samples(world: World) -> None:
     assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
-    drawing = world.engine.parts.runner.drawing
+    drawing = world.runner.drawing
     for sample in world.samples:
         ask = world.asked[sample.request_id]
         tokens, mask, reason = reference(
@@ -152,9 +85,7 @@ def test_roomy_worlds_equal_the_reference(cache_type: str, seeds: range) -> None
     for seed in seeds:
         world = run_world(make_world(seed, cache_type, tight=False))
         check_samples(world)
-        runner = world.engine.parts.runner
-        assert isinstance(runner, FakeRunner)
-        num_computed += runner.num_computed
+        num_computed += world.runner.num_computed
         num_naive += sum(len(s.prompt_tokens) + len(s.completion_tokens) for s in world.samples)
     assert num_computed < 0.75 * num_naive, "prefixes were not shared"
 
@@ -199,7 +130,7 @@ def test_drafts_change_no_output(cache_type: str, tight: bool, seeds: range) -> 
     for seed in seeds:
         world = run_world(make_world(seed, cache_type, tight=tight, guesses=True), aborts=seed % 3 == 0)
         check_samples(world)
-        runner = world.engine.parts.runner
+        runner = world.runner
         num_right += runner.num_right
         num_wrong += runner.num_wrong
         num_preempted += sum(sample.num_preemptions for sample in world.samples)
