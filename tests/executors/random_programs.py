@@ -34,7 +34,7 @@ from nano_inference.models.ops import (
     Widen,
 )
 from nano_inference.models.program import Program
-from nano_inference.types import SamplingParams
+from tests.rows import make_row
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 MAX_LEN = 96
@@ -219,13 +219,8 @@ def random_steps(
             if start < end:
                 ends[i] = end
                 table = tuple(blocks[i * per_text : i * per_text + -(-end // block_size)])
-                rows.append(
-                    Row(
-                        id=i, tokens=tuple(texts[i][start:end]), prev_token=texts[i][start - 1] if start else -1,
-                        start=start, blocks=table, num_sampled=0, params=SamplingParams(), logprobs_mode="raw",
-                        seed=0, sample_index=0,
-                    )
-                )  # fmt: skip
+                previous = texts[i][start - 1] if start else -1
+                rows.append(make_row(i, tuple(texts[i][start:end]), prev_token=previous, start=start, blocks=table))
         if rows:
             ordered = in_step_order(tuple(rows))
             places = range(sum(len(row.tokens) for row in ordered))

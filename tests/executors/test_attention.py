@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.core.step import BlockCopy, Row
+from nano_inference.core.step import BlockCopy
 from nano_inference.executors.batch import build, in_step_order
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.attention import (
@@ -21,7 +21,7 @@ from nano_inference.executors.torch.attention import (
     create_sliding_window_causal_mask,
 )
 from nano_inference.executors.torch.store import KVStore
-from nano_inference.types import SamplingParams
+from tests.rows import make_row
 
 CPU = torch.device("cpu")
 GARBAGE = 3e4
@@ -63,8 +63,7 @@ def make_scene(
     rows = []
     for i, ((start, count), num) in enumerate(zip(places, counts, strict=True)):
         blocks = tuple(free.pop() for _ in range(num))
-        rows.append(Row(id=i, tokens=(1,) * count, prev_token=-1, start=start, blocks=blocks, num_sampled=0,
-                        params=SamplingParams(), logprobs_mode="raw", seed=0, sample_index=0))  # fmt: skip
+        rows.append(make_row(i, (1,) * count, start=start, blocks=blocks))
     step = build(in_step_order(tuple(rows)), block_size, CPU)
     store = KVStore(2, num_blocks, block_size, num_kv_heads, HEAD_DIM, torch.float32, CPU)
     store.k_LSKD.fill_(GARBAGE)
@@ -179,11 +178,11 @@ def test_copies_read_every_source_before_they_write() -> None:
 
 
 def test_a_step_is_laid_out_row_after_row() -> None:
-    def one(id: int, tokens: tuple[int, ...], start: int, blocks: tuple[int, ...], previous: int) -> Row:
-        return Row(id=id, tokens=tokens, prev_token=previous, start=start, blocks=blocks, num_sampled=0,
-                   params=SamplingParams(), logprobs_mode="raw", seed=0, sample_index=0)  # fmt: skip
-
-    rows = (one(0, (5, 6, 7), 3, (9, 2), 4), one(1, (8,), 6, (1, 3), 7), one(2, (9,), 0, (0,), -1))
+    rows = (
+        make_row(0, (5, 6, 7), start=3, blocks=(9, 2), prev_token=4),
+        make_row(1, (8,), start=6, blocks=(1, 3), prev_token=7),
+        make_row(2, (9,)),
+    )
     step = build(in_step_order(rows), 4, CPU)
     assert step.token_T.tolist() == [9, 8, 5, 6, 7]
     assert step.prev_T.tolist() == [-1, 7, 4, 5, 6]

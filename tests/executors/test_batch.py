@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from nano_inference.core.step import Row
 from nano_inference.executors.batch import Scored, Wanted, drawn, wanted
-from nano_inference.types import SamplingParams
+from tests.rows import make_row
 
 
 def row(number: int, num_tokens: int, **asks: int) -> Row:
     """A row of tokens 0, 1, ... that starts at position 0."""
-    asked = {"num_sampled": 0, **asks}
-    return Row(
-        id=number, tokens=tuple(range(num_tokens)), prev_token=-1, start=0, blocks=(number,), params=SamplingParams(),
-        logprobs_mode="raw", seed=0, sample_index=0, **asked,
-    )  # fmt: skip
+    return make_row(number, tuple(range(num_tokens)), blocks=(number,), **asks)
 
 
 def asked(*rows: Row) -> Wanted:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nano_inference.build import pick_kernels
-from nano_inference.config import EngineConfig
 from nano_inference.core.seeds import uniform
 from nano_inference.core.step import DrawExtras, Row
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
@@ -20,6 +18,7 @@ from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import Draw, columns, draw
+from tests.rows import make_row
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
@@ -50,20 +49,14 @@ ALL = SPECIAL | PLAIN
 
 
 @pytest.fixture(scope="module")
-def sampler() -> KernelSampler:
-    return KernelSampler(the_library())
-
-
-def the_library() -> Library:
-    found = pick_kernels(EngineConfig(model_path="x", device="cpu"), torch.device("cpu"))
-    assert found is not None, "these tests need a C compiler"
-    return found
+def sampler(library: Library) -> KernelSampler:
+    return KernelSampler(library)
 
 
 def row(number: int, mode: LogprobsMode = "processed", more: Any = None, **params: Any) -> Row:
-    base = Row(id=number, tokens=(1, 2), prev_token=-1, start=number % 90, blocks=(0,), num_sampled=1, seed=number,
-               logprobs_mode=mode, sample_index=number % 3, params=SamplingParams(**params))  # fmt: skip
-    return base._replace(**(more or {}))
+    plain: dict[str, Any] = {"start": number % 90, "num_sampled": 1, "seed": number, "sample_index": number % 3}
+    plain |= {"logprobs_mode": mode, "params": SamplingParams(**params)}
+    return make_row(number, (1, 2), **plain | (more or {}))
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -107,9 +100,9 @@ def test_no_row_is_drawn_by_torchs_threads(sampler: KernelSampler) -> None:
 
 
 @pytest.mark.parametrize("name", SPECIAL)
-def test_options_are_drawn_as_the_reference_draws_them(name: str, sampler: KernelSampler) -> None:
+def test_options_are_drawn_as_the_reference_draws_them(name: str, sampler: KernelSampler, library: Library) -> None:
     one = row(1, **ALL[name])
-    expected = draw(randn(1, 513), [one], WholeVocabulary(kernel_normalise(the_library())))
+    expected = draw(randn(1, 513), [one], WholeVocabulary(kernel_normalise(library)))
     found = drawn(sampler, randn(1, 513), [one])
     assert repr(found) == repr(expected)
     assert bool(found.extras) == (one.params.raw_logprobs or one.params.sampling_mask)

@@ -16,6 +16,7 @@ from nano_inference.executors.logprobs import Normaliser, normalise
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.draws import draw
 from tests.logit_shapes import SHAPES, shaped
+from tests.rows import make_row
 
 VOCAB = 262_144
 
@@ -32,8 +33,7 @@ def allowed(logprob: float) -> float:
 
 
 def row(number: int, mode: LogprobsMode, **params: Any) -> Row:
-    return Row(id=number, tokens=(1,), prev_token=-1, start=5, blocks=(0,), num_sampled=1, logprobs_mode=mode,
-               seed=number, sample_index=0, params=SamplingParams(**params))  # fmt: skip
+    return make_row(number, start=5, num_sampled=1, logprobs_mode=mode, seed=number, params=SamplingParams(**params))
 
 
 @pytest.mark.parametrize("name", SHAPES)

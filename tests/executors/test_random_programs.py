@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nano_inference.build import pick_kernels
-from nano_inference.config import EngineConfig
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.loading import load_weights
@@ -24,13 +22,6 @@ from tests.executors.random_programs import MAX_LEN, Writer, random_steps, rando
 NUM_PROGRAMS = 50
 BLOCK_SIZES = (1, 4, 16)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    found = pick_kernels(EngineConfig(model_path="x", device="cpu"), CPU)
-    assert found is not None, "these tests need a C compiler"
-    return found
 
 
 def relative_difference(mine: Tensor, right: Tensor) -> float:

@@ -13,21 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from nano_inference.build import pick_kernels
-from nano_inference.config import EngineConfig
 from nano_inference.core.step import BlockCopy
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.store import KernelStore, Populator
 
 PIECE = 1000
 WAIT_S = 30
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    found = pick_kernels(EngineConfig(model_path="x", device="cpu"), torch.device("cpu"))
-    assert found is not None, "these tests need a C compiler"
-    return found
 
 
 class Notes:

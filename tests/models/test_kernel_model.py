@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nano_inference.build import pick_kernels
 from nano_inference.config import EngineConfig
-from nano_inference.core.step import Row
 from nano_inference.executors.batch import Rows, in_step_order
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.library import Library
@@ -20,9 +19,9 @@ from nano_inference.executors.opening import load_kernel_model, load_model
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.types import SamplingParams
 from tests.models.families import FAMILIES, make_model, others_nightly
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
+from tests.rows import make_row
 
 pytestmark = pytest.mark.slow
 
@@ -76,11 +75,8 @@ def steps(vocab_size: int) -> list[Rows]:
             start, end = starts[i], starts[i] + length
             starts[i] = end
             if length:
-                rows.append(
-                    Row(id=i, tokens=tuple(texts[i][start:end]), prev_token=texts[i][start - 1] if start else -1,
-                        start=start, blocks=tuple(tables[i]), num_sampled=0, params=SamplingParams(),
-                        logprobs_mode="raw", seed=0, sample_index=0)
-                )  # fmt: skip
+                previous, blocks = texts[i][start - 1] if start else -1, tuple(tables[i])
+                rows.append(make_row(i, tuple(texts[i][start:end]), prev_token=previous, start=start, blocks=blocks))
         made.append(in_step_order(tuple(rows)))
     return made
 

@@ -30,6 +30,7 @@ from nano_inference.nanochat.program import hf_name
 from nano_inference.types import SamplingParams
 from tests.nanochat.plain import plain_logits
 from tests.nanochat.tiny import GENERATIONS, VOCAB, base_meta, model_config, state_dict, write_checkpoint
+from tests.rows import make_row
 
 pytestmark = pytest.mark.slow
 
@@ -79,9 +80,8 @@ def core_cached(gpt: GPT, ids: Sequence[int], cuts: Sequence[int], block_size: i
     store = KVStore(*size, dtype, CPU)
     parts = []
     for a, b in pieces(len(ids), cuts):
-        row = Row(id=0, tokens=tuple(ids[a:b]), prev_token=ids[a - 1] if a else -1, start=a,
-                  blocks=tuple(range(num_blocks)), num_sampled=0, params=SamplingParams(), logprobs_mode="raw", seed=0,
-                  sample_index=0)  # fmt: skip
+        previous, blocks = ids[a - 1] if a else -1, tuple(range(num_blocks))
+        row = make_row(0, tuple(ids[a:b]), prev_token=previous, start=a, blocks=blocks)
         parts.append(gpt.model.forward(build((row,), block_size, CPU), store))
     return torch.cat(parts), store
 
