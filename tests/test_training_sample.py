@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pickle
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,21 +67,6 @@ def test_version_spans_are_the_longest_runs_and_carry_the_labels() -> None:
     assert not {"token_versions", "version_labels"} & one.to_dict().keys()
 
 
-def test_versions_and_labels_survive_every_trip_exactly() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        versions = tuple(sorted(rng.randrange(4) for _ in range(rng.randrange(12))))
-        labels = {v: rng.choice([v, f"step {v}", ""]) for v in range(6) if rng.random() < 0.6}
-        one = sample(versions, version_labels=labels)
-        for other in (through_json(one), pickle.loads(pickle.dumps(one)), dataclasses.replace(one)):
-            assert other == one and hash(other) == hash(one)
-            assert other.token_versions == versions
-            assert {v: (type(x), x) for v, x in other.version_labels.items()} == {
-                v: (type(labels[v]), labels[v]) for v in versions if v in labels
-            }
-    assert sample((1,), version_labels={1: "a"}) != sample((1,), version_labels={1: "b"})
-
-
 def test_plain_token_versions_are_read_too() -> None:
     one = sample((3, 3, 4), version_labels={3: "x"})
     plain = one.to_dict()
@@ -100,16 +83,12 @@ SPAN = {"version": 3, "start": 0, "end": 2}
     "spans",
     [
         [],
-        [SPAN],
         [SPAN, {"version": 3, "start": 1, "end": 3}],
         [SPAN, {"version": 3, "start": 2, "end": 4}],
-        [SPAN, {"version": 3, "start": 2, "end": 2}, {"version": 3, "start": 2, "end": 3}],
         [{"version": 3, "start": 0, "end": 10**12}],
-        [{"version": "3", "start": 0, "end": 3}],
         [{"version": -1, "start": 0, "end": 3}],
         [{"version": 3, "end": 3}],
         [SPAN | {"end": 3, "lable": "x"}],
-        [(3, 0, 3)],
     ],
 )
 def test_spans_that_do_not_cover_the_tokens_are_rejected(spans: Any) -> None:
@@ -119,15 +98,8 @@ def test_spans_that_do_not_cover_the_tokens_are_rejected(spans: Any) -> None:
 
 
 def test_a_sample_whose_fields_disagree_is_refused_by_name() -> None:
-    for name in (
-        "logprobs",
-        "mask",
-        "token_versions",
-        "ref_logprobs",
-        "top_logprobs",
-        "raw_logprobs",
-        "sampling_masks",
-    ):
+    optional = ("ref_logprobs", "top_logprobs", "raw_logprobs", "sampling_masks")
+    for name in ("logprobs", "mask", "token_versions", *optional):
         with pytest.raises(ValueError, match=f"{name} must hold one entry for each of 2 completion tokens, got 1"):
             sample((1, 1), **{name: (1,)})
     for label in (True, 1.5, None, b"x"):
