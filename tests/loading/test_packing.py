@@ -21,7 +21,7 @@ from nano_inference.executors.cpu.library import BF16, F16, F32, INT8
 from nano_inference.executors.cpu.matrix import GGML
 from nano_inference.executors.opening import load_kernel_model
 from nano_inference.loading.checkpoint import open_checkpoint
-from tests.loading.tiny_models import converted, finish, random_blocks, read_all, write_metadata
+from tests.loading.tiny_models import COMMON, converted, finish, random_blocks, read_all, write_metadata
 from tests.models.families import FAMILIES, gap, make_model
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, state_dict, write_checkpoint
 
@@ -143,18 +143,7 @@ def test_nanochat_bfloat16_keeps_learned_numbers(generation: str, tmp_path: Path
 
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SIZES = {**COMMON, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 KEPT = {"Q4_0": Kind.Q4_0, "Q4_1": Kind.Q4_1, "Q8_0": Kind.Q8_0, "Q4_K": Kind.Q4_K, "Q6_K": Kind.Q6_K}
 WIDENED = {kind.name: kind for kind in (Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q3_K, Kind.F32)}
 GGUF_IDS = [one % 64 for one in IDS]

@@ -12,6 +12,7 @@ import pytest
 
 from nano_inference.loading import pickle_data
 from nano_inference.loading.pickle_data import Named, PickleError, name_of, read_data
+from tests.pickles import Runs
 
 NOTHING = frozenset[str]()
 SHARED = ("a", b"b", [1])
@@ -24,16 +25,6 @@ PLAIN: Any = {
     "batches": [list(range(2500)), {str(i): i for i in range(2500)}],
     "shared": [SHARED, SHARED, {"again": SHARED}],
 }
-
-
-class Runs:
-    """Unpickles as a call of a function."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self._call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self._call
 
 
 class Plain:
@@ -82,36 +73,26 @@ def test_a_value_may_contain_itself() -> None:
     [
         (b"h\0", "it is damaged"),
         (b"q\0", "memoizes a value that is not there"),
-        (b"(q\0", "memoizes a value that is not there"),
         (b"Nr\xff\xff\xff\xff", "memoizes a value that is not there"),
         (b"0", "opcode '0' at byte 2"),
         (b"]K\1", "does not end with exactly one value"),
         (b"N.N", "does not end with exactly one value"),
         (b"(", "pops from an empty stack"),
         (b"e", "ends a batch without a mark"),
-        (b"(\x85", "pops from an empty stack"),
         (b")" + b"\x85" * 65, "nested more than 64 deep"),
         (b")" + b"\x94\x85h\0\x86" * 40, "nested more than 64 deep"),
-        (b"K\1K\1a", "it is damaged"),
         (b"](K\1u", "it is damaged"),
         (b"}(K\1u", "it is damaged"),
-        (b"}]K\1s", "it is damaged"),
         (b"K\1)R", "it is damaged"),
-        (b"ca\nb\nK\1R", "it is damaged"),
-        (b"K\1)\x81", "it is damaged"),
         (b"ca\nb\n}b", "it is damaged"),
-        (b"]K\1b", "it is damaged"),
         (b"ca\nb\n)\x81}b}b", "sets the state of an instance twice"),
-        (b"K\1K\1\x93", "it is damaged"),
         (b"c" + b"a" * 300, "it is damaged"),
         (b"cos\nsystem\n", "it names 'os system'"),
         (b"\x8c\2os\x8c\6system\x93", "it names 'os system'"),
-        (b"\x8c\1\xff", "it is damaged"),
         (b"\x8c\3\xed\xa0\x80", "it is damaged"),
         (b"\x8a\xff" + b"\1" * 255, "an integer of more than 8 bytes"),
         (b"\x8e" + b"\xff" * 8, "it is damaged"),
         (b"Pab\n", "opcode 'P'"),
-        (b"\x82\1", "opcode '\\\\x82'"),
     ],
 )
 def test_invalid_opcodes_are_named(body: bytes, message: str) -> None:

@@ -78,15 +78,12 @@ def with_index(directory: Path, weight_map: object) -> Path:
     [
         ({"a": "../model.safetensors"}, "plain .safetensors file name"),
         ({"a": "sub/model.safetensors"}, "plain .safetensors file name"),
-        ({"a": "/etc/model.safetensors"}, "plain .safetensors file name"),
-        ({"a": "..\\model.safetensors"}, "plain .safetensors file name"),
         ({"a": "x\0.safetensors"}, "plain .safetensors file name"),
         ({"a": "model.bin"}, "plain .safetensors file name"),
         ({"a": 3}, "plain .safetensors file name"),
         ({"a": "absent.safetensors"}, "absent.safetensors: cannot be read"),
         ({}, "weight_map is missing or empty"),
         ([], "weight_map must be an object"),
-        (None, "weight_map is missing or empty"),
     ],
 )
 def test_invalid_index_is_rejected(weight_map: object, message: str, tmp_path: Path) -> None:

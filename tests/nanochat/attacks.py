@@ -6,24 +6,15 @@ import builtins
 import os
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.nanochat.samples import PATTERN, RANKS, SPECIAL, encoding
+from tests.pickles import Runs
 
 HEAD = b"\x80\x04\x8c\x0dtiktoken.core\x8c\x08Encoding\x93)\x81"
 """Opcodes of protocol 4 for an empty instance."""
-
-
-class Runs:
-    """Pickles as a call."""
-
-    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
-        self.call = (function, arguments)
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return self.call
 
 
 class Odd:
