@@ -20,7 +20,6 @@ import pytest
 from nano_inference import AsyncEngine, EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.types import EngineDead
-from tests.models.families import make_model
 from tests.parallel.test_engine import assert_same, config_of
 
 pytestmark = pytest.mark.slow
@@ -28,13 +27,6 @@ pytestmark = pytest.mark.slow
 PARAMS = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
 SOON_S = 30.0
 """Limit of a wait for the loss of a rank, in seconds: six times the documented one, far below the links' own."""
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("processes")
-    make_model("llama-ratio1-untied", directory)
-    return directory
 
 
 def config(path: Path, **options: Any) -> EngineConfig:
@@ -163,7 +155,6 @@ def has_ended(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide the 4 attention heads; possible: 2, 4"),
         ({"device": "mps"}, "device 'mps': torch sees no Apple GPU"),
         ({"max_model_len": 8, "kv_cache_bytes": 1}, "kv_cache_bytes: 1 bytes do not hold one block of"),
     ],
@@ -180,7 +171,6 @@ def test_a_set_up_that_cannot_work_is_refused_in_one_line(options: dict[str, Any
     [
         ({"kernels": "avx2"}, "tensor_parallel: cannot be combined with kernels=avx2"),
         ({"dtype": "int8"}, "tensor_parallel: cannot be combined with dtype=int8"),
-        ({"deterministic": True}, "tensor_parallel: cannot be combined with deterministic"),
         ({"kv_cache_dtype": "bfloat16"}, "tensor_parallel: cannot be combined with kv_cache_dtype"),
         ({"tensor_parallel": 0}, "tensor_parallel must be in \\[1, 64\\], got 0"),
     ],

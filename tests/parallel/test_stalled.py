@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("stalled")
     make_model("llama3-rope-ratio3-tied", directory)
     return directory
@@ -73,10 +73,10 @@ def stalled(path: Path, method: str, wait: float) -> Iterator[tuple[InferenceEng
 
 
 @pytest.mark.parametrize("method", ["finish", pytest.param("has_same", marks=pytest.mark.nightly)])
-def test_a_rank_that_does_not_answer_an_update_in_time_ends_the_engine(method: str, tiny: Path) -> None:
-    weights = weights_of(tiny, 1.25)
+def test_a_rank_that_does_not_answer_an_update_in_time_ends_the_engine(method: str, tied: Path) -> None:
+    weights = weights_of(tied, 1.25)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]  # tied, so that the ranks compare them
-    with stalled(tiny, method, 3.0) as (engine, _):
+    with stalled(tied, method, 3.0) as (engine, _):
         before = engine.generate(PROMPTS, PARAMS)
         engine.update_weights(weights)
         assert_same(engine.generate(PROMPTS, PARAMS), before)  # steps need no answer to the update

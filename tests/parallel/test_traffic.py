@@ -82,12 +82,11 @@ def test_a_rank_reads_only_its_part_of_an_update(wide: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("params", "share"),
     [
-        ({"temperature": 0}, 0.02),
         ({}, 0.02),
         ({"logprobs": 5, "repetition_penalty": 1.2}, 0.02),
         ({"top_k": 40, "top_p": 0.9}, 0.35),  # histograms, whose size does not depend on the vocabulary
     ],
-    ids=["greedy", "sampled", "logprobs", "truncated"],
+    ids=["sampled", "logprobs", "truncated"],
 )
 def test_a_step_exchanges_far_less_than_logits(params: dict[str, Any], share: float, wide: Path) -> None:
     with open_ranks(config_of(wide, tensor_parallel=2)) as engine:

@@ -40,12 +40,9 @@ def config(path: Path, size: int = 1) -> EngineConfig:
 
 
 def directory_of(weights: dict[str, torch.Tensor], path: Path, num_shards: int) -> Path:
-    """Write weights as a directory, with an index if there are several shards."""
+    """Write weights as a directory of shards."""
     path.mkdir()
     (path / "STABLE").touch()
-    if num_shards == 1:
-        save_file(weights, path / "model.safetensors")
-        return path
     names = list(weights)
     shards = {f"model-{index}.safetensors": names[index::num_shards] for index in range(num_shards)}
     for file, own in shards.items():
@@ -55,15 +52,13 @@ def directory_of(weights: dict[str, torch.Tensor], path: Path, num_shards: int) 
     return path
 
 
-@pytest.mark.parametrize(
-    ("source", "size"), [("tensors", 4), ("pairs", 2), ("bfloat16", 2), ("file", 2), ("shards", 2)]
-)
+@pytest.mark.parametrize(("source", "size"), [("tensors", 4), ("pairs", 2), ("bfloat16", 2), ("shards", 2)])
 def test_an_update_is_that_of_an_undivided_engine(source: str, size: int, tiny: Path, tmp_path: Path) -> None:
     weights: Any = weights_of(tiny, 1.25)
     if source == "bfloat16":
         weights = {name: value.bfloat16() for name, value in weights.items()}
-    elif source in ("file", "shards"):
-        weights = directory_of(weights, tmp_path / "new", 1 if source == "file" else 3)
+    elif source == "shards":
+        weights = directory_of(weights, tmp_path / "new", 3)
     with InferenceEngine(config(tiny)) as whole:
         whole.update_weights(weights, blocking=True)
         right, checksum = whole.generate(PROMPTS, PARAMS), whole.weights_checksum()

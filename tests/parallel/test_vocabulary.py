@@ -17,17 +17,16 @@ from nano_inference.parallel.shard import vocabulary_part
 from nano_inference.parallel.vocabulary import ShardedVocabulary
 from nano_inference.types import SamplingParams
 from tests.parallel.ranks import on_ranks
+from tests.rows import make_row
 
 VOCAB = 1100
 
 
 def row(number: int, rng: random.Random, **params: Any) -> Row:
     history = tuple(rng.randrange(VOCAB) for _ in range(12))
-    return Row(
-        id=number, tokens=(1,), prev_token=-1, start=5 + number, blocks=(0,), num_sampled=1,
-        params=SamplingParams(**params), logprobs_mode=rng.choice(("raw", "tempered", "processed")), seed=number,
-        sample_index=0, history=history, num_prompt=4,
-    )  # fmt: skip
+    mode = rng.choice(("raw", "tempered", "processed"))
+    fields = {"params": SamplingParams(**params), "logprobs_mode": mode, "history": history, "num_prompt": 4}
+    return make_row(number, start=5 + number, num_sampled=1, seed=number, **fields)
 
 
 def random_rows(rng: random.Random, count: int) -> list[Row]:
