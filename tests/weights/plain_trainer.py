@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tests.weights.broadcast_forms import dict_arrays
+from tests.weights.broadcast_forms import described_by, dict_arrays
 
 Named = dict[str, torch.Tensor]
 PATIENCE = timedelta(seconds=60)
@@ -23,40 +24,44 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch.distributed", "transformers", "nano_inference"])
 
 
-def join(port: int, name: str, world_size: int) -> Any:
-    """Host a store and create the group `name`, with this process as rank 0."""
+Broadcast = Callable[[torch.Tensor], object]
+
+
+def join(port: int, name: str, world_size: int) -> Broadcast:
+    """Host a store, create the group `name` with this process as rank 0, and return its broadcast."""
     store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=PATIENCE))
     store.set_timeout(PATIENCE)
     group, _ = c10d._new_process_group_helper(
         size, rank, [], "gloo", dist.PrefixStore(name, store), group_name=name, timeout=PATIENCE
     )
     c10d._world.pg_group_ranks[group] = {one: one for one in range(size)}
-    return group
+    return partial(dist.broadcast, src=0, group=group)
 
 
-def run_trainer(orders: Connection, path: Path) -> None:
+def run_trainer(orders: Connection, path: Path, join_group: Callable[..., Broadcast]) -> None:
     """Run the trainer process: execute commands in order and acknowledge each."""
     torch.set_num_threads(1)
     named: Named = torch.load(path)
     orders.send("up")
-    group = None
     while True:
         order, *words = orders.recv()
         if order == "join":
-            group = join(*words)
-        elif order == "send":
-            for name in words[0]:
-                dist.broadcast(named[name], src=0, group=group)
-        elif order == "pack":
-            names, limit = words
-            for bucket in packed([named[name] for name in names], limit):
-                dist.broadcast(bucket, src=0, group=group)
-        elif order == "dicts":
-            for one in dict_arrays({name: named[name] for name in words[0]}):
-                dist.broadcast(one, src=0, group=group)
-        elif order == "end":
-            return
+            broadcast = join_group(*words)
+        else:
+            for one in arrays(named, order, *words):
+                broadcast(one)
         orders.send(order)
+
+
+def arrays(named: Named, order: str, what: Any, limit: int = 0) -> Iterator[torch.Tensor]:
+    """Yield what a trainer broadcasts for a command."""
+    if order == "describe":
+        yield from (torch.tensor([1]), *described_by(what))
+    elif order == "dicts":
+        yield from dict_arrays({name: named[name] for name in what})
+    else:
+        tensors = [named[name] for name in what]
+        yield from packed(tensors, limit) if order == "pack" else tensors
 
 
 def packed(tensors: Sequence[torch.Tensor], limit: int) -> Iterator[torch.Tensor]:
@@ -91,6 +96,10 @@ class Trainer:
         """Create the group; does not wait."""
         self.begin("join", port, name, world_size)
 
+    def host(self, port: int, world_size: int = 2, value: bytes | None = None, device: str = "cpu") -> None:
+        """Create the group as vLLM does; does not wait. With `value` only put that in place of the unique id."""
+        self.begin("join", port, world_size, value, device)
+
     def send(self, names: Sequence[str]) -> None:
         """Broadcast tensors; does not wait."""
         self.begin("send", list(names))
@@ -110,12 +119,12 @@ class Trainer:
 
 
 @contextmanager
-def trainer_process(named: Named, folder: Path) -> Iterator[Trainer]:
+def trainer_process(named: Named, folder: Path, join_group: Callable[..., Broadcast] = join) -> Iterator[Trainer]:
     """Run a trainer with these tensors during the block."""
     path = folder / "trainers.pt"
     torch.save(named, path)
     ours, theirs = multiprocessing.Pipe()
-    process = PROCESSES.Process(target=run_trainer, args=(theirs, path), daemon=True)
+    process = PROCESSES.Process(target=run_trainer, args=(theirs, path, join_group), daemon=True)
     process.start()
     theirs.close()
     try:

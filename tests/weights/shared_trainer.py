@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
 import time
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests.weights.names import importable_as
 from tests.weights.plain_trainer import PROCESSES
 
 BUCKETS = "sglang.srt.weight_sync.tensor_bucket"
@@ -41,15 +40,6 @@ class LocalSerializedTensor:
     """The field of SGLang's class, under whose name it is pickled."""
 
     values: list[bytes]
-
-
-def rename(kind: Any, module: str) -> None:
-    """Make a class or function importable, so that it can be pickled, under another module's name."""
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        sys.modules.setdefault(".".join(parts[:count]), types.ModuleType(parts[count - 1]))
-    setattr(sys.modules[module], kind.__name__, kind)
-    kind.__module__ = module
 
 
 def pickled(value: Any) -> bytes:
@@ -86,12 +76,14 @@ def value_of(form: str, pairs: list[tuple[str, torch.Tensor]]) -> Any:
 
 def run_trainer(orders: Connection, path: Path, strategy: str, device: str) -> None:
     """Run the trainer process: answer a form and names with what they serialize to; `drop` frees what was sent."""
-    rename(FlattenedTensorMetadata, BUCKETS)
-    rename(LocalSerializedTensor, UPDATER)
     torch.multiprocessing.set_sharing_strategy(strategy)
     named = torch.load(path)
     kept: list[Any] = []
-    with suppress(EOFError):
+    with (
+        importable_as(BUCKETS, FlattenedTensorMetadata),
+        importable_as(UPDATER, LocalSerializedTensor),
+        suppress(EOFError),
+    ):
         while True:
             form, *names = orders.recv()
             if form == "drop":

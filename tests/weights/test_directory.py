@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from nano_inference import ModelError, WeightError, save_weights, weights_checksum, weights_in
+from tests.pickles import Runs
 from tests.weights.pairs import OpenEngine, Pair
 
 
@@ -65,19 +66,9 @@ def test_pytorch_model_bin_updates_an_engine(
     assert [name for name, _ in weights_in(directory, marker=None)] == ["model.norm.weight"], "safetensors come first"
 
 
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, (f"touch {self.marker}",)
-
-
 def test_pytorch_model_bin_never_runs_code(untied: Pair, tmp_path: Path, open_engine: OpenEngine) -> None:
     directory, marker = tmp_path / "step", tmp_path / "marker"
-    write_pickles({**untied.named(), "x": Evil(marker)}, directory, 1)  # type: ignore[dict-item]
+    write_pickles({**untied.named(), "x": Runs(os.system, f"touch {marker}")}, directory, 1)  # type: ignore[dict-item]
     engine = open_engine(untied)
     before = engine.weights_checksum()
     with pytest.raises(WeightError, match=r"pytorch_model\.bin: its pickle names 'posix\.system'"):

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -89,29 +90,14 @@ def test_group_is_usable_after_rejected_update(untied: Pair, tmp_path: Path, ope
     assert engine.weights_checksum() == weights_checksum(untied.named().items())
 
 
-def exit_during_send(group: WeightGroup, named: Named) -> None:
-    def dying() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from named.items()
-
+def fail_during_send(group: WeightGroup, named: Named, does_exit: bool) -> None:
     original, count = group.broadcast, 0
 
     def broadcast(data: torch.Tensor) -> torch.Tensor:
         nonlocal count
         count += 1
-        if count > 5:
+        if count > 5 and does_exit:
             raise SystemExit
-        return original(data)
-
-    group.broadcast = broadcast  # type: ignore[method-assign]
-    group.send(dict(dying()), bucket_bytes=5_000)
-
-
-def hang_during_send(group: WeightGroup, named: Named) -> None:
-    original, count = group.broadcast, 0
-
-    def broadcast(data: torch.Tensor) -> torch.Tensor:
-        nonlocal count
-        count += 1
         if count > 5:
             multiprocessing.Event().wait(60)
         return original(data)
@@ -120,14 +106,13 @@ def hang_during_send(group: WeightGroup, named: Named) -> None:
     group.send(named, bucket_bytes=5_000)
 
 
-@pytest.mark.parametrize("trainer", [exit_during_send, hang_during_send])
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(("does_exit", "blocking"), [(True, True), (False, False)])
 def test_trainer_failure_during_send_leaves_the_weights_unchanged(
-    trainer: Trainer, blocking: bool, untied: Pair, tmp_path: Path, open_engine: OpenEngine
+    does_exit: bool, blocking: bool, untied: Pair, tmp_path: Path, open_engine: OpenEngine
 ) -> None:
     engine = open_engine(untied)
     before = engine.weights_checksum()
-    with trainer_process(trainer, untied.named(), tmp_path) as port:
+    with trainer_process(partial(fail_during_send, does_exit=does_exit), untied.named(), tmp_path) as port:
         group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
         group.channel.timeout = timedelta(seconds=2)  # joining may take long, receiving may not
         request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -151,11 +136,11 @@ def test_join_times_out_without_other_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("address", ""), ("port", 0), ("port", 70000), ("rank", 2), ("world_size", 1), ("backend", "mpi"), ("timeout", 0)],
+    [("address", ""), ("port", 70000), ("rank", 2), ("world_size", 1), ("backend", "mpi"), ("timeout", 0)],
 )
 def test_invalid_argument_is_named(field: str, value: object) -> None:
     arguments = {"address": "127.0.0.1", "port": 5000, "rank": 1, "world_size": 2, "backend": "gloo", "timeout": 1}
     arguments[field] = value
     address, port = arguments.pop("address"), arguments.pop("port")
-    with pytest.raises(ValueError, match=field if field != "rank" else "rank"):
+    with pytest.raises(ValueError, match=field):
         WeightGroup(address, port, **arguments)  # type: ignore[arg-type]

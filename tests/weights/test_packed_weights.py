@@ -106,17 +106,6 @@ def test_bfloat16_source_is_stored_exactly(pair: Pair, open_engine: OpenEngine, 
     assert model_of(engine).weights.num_bytes == after
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_partial_update_leaves_other_weights_bit_equal(pair: Pair, open_engine: OpenEngine, dtype: str) -> None:
-    engine = open_engine(pair, dtype=dtype)
-    before = values(engine)
-    for number in range(3):
-        engine.update_weights({Q: pair.named()[Q] * (1 + number)}, blocking=True, partial=True)
-        after = values(engine)
-        assert not torch.equal(after.pop(Q), before[Q])
-        same(after, {name: tensor for name, tensor in before.items() if name != Q})
-
-
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("blocking", [True, False])
 def test_partial_update_keeps_quantised_blocks_of_other_weights(
@@ -164,32 +153,6 @@ def test_nanochat_learnt_numbers_stay_float32(
     assert engine.weights_checksum() == plain.weights_checksum()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_update_during_generation_switches_weights_between_tokens(
-    pair: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, dtype: str
-) -> None:
-    """Tokens before the swap equal those of the old weights, later ones those of the new weights, bit for bit."""
-    params = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
-    old, engine = open_engine(pair, dtype=dtype), open_engine(pair, dtype=dtype)
-    fresh = open_engine(renewed[pair.directory], dtype=dtype)
-    request = engine.add_request(PROMPT, params, claim=True)
-    for _ in range(6):
-        engine.tick()
-    engine.update_weights(pair.named(), on_running="recompute")
-    assert engine.finish_update() == 1
-    while engine.has_pending():
-        engine.tick()
-    sample = engine.collect(request)[0]
-    assert sample.token_versions == (0,) * 6 + (1,) * 10
-    before = old.generate([PROMPT], params)[0]
-    assert sample.completion_tokens[:6] == before.completion_tokens[:6]
-    assert sample.logprobs[:6] == before.logprobs[:6]
-    rest = SamplingParams(max_tokens=10, seed=3, ignore_eos=True)
-    after = fresh.generate([[*PROMPT, *sample.completion_tokens[:6]]], rest)[0]
-    assert sample.completion_tokens[6:] == after.completion_tokens
-    assert sample.logprobs[6:] == after.logprobs
-
-
 def broken_sources(sent: Named) -> dict[str, Any]:
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
         for number, item in enumerate(sent.items()):
@@ -205,7 +168,7 @@ def broken_sources(sent: Named) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
 @pytest.mark.parametrize("how", ["raises", "shape", "nan", "missing"])
 def test_failed_update_leaves_the_weights_unchanged(
     untied: Pair, renewed: dict[Path, Pair], open_engine: OpenEngine, how: str, dtype: str
@@ -268,13 +231,3 @@ def test_copy_shares_weights_and_is_unaffected_by_updates(pair: Pair, open_engin
         assert scores(copy) != before and scores(engine) == after
         engine.sleep(discard_weights=True)
         assert scores(copy)
-
-
-def test_copy_outlives_its_original(untied: Pair, open_engine: OpenEngine) -> None:
-    engine = open_engine(untied)
-    before = scores(engine)
-    copy = engine.copy()
-    engine.sleep(discard_weights=True)
-    engine.shutdown()
-    with copy:
-        assert scores(copy) == before

@@ -61,7 +61,7 @@ def test_engine_updates_from_plain_broadcasts(
     assert engine.weights_checksum() == other.weights_checksum()
 
 
-@pytest.mark.parametrize("limit", [1, 7, 20, 1 << 20])
+@pytest.mark.parametrize("limit", [1, 7, 1 << 20])
 def test_buckets_hold_tensors_of_any_dtype(limit: int, tmp_path: Path) -> None:
     """A float32 tensor may follow an odd number of bfloat16 ones, so that its bytes are not aligned."""
     sent = {
@@ -174,14 +174,10 @@ SENT = {
 }
 OTHER_SIZES = [
     ("flat", "bfloat16", [16], {}, "announced as bfloat16 [16], 32 bytes, .* has more; it seems to be float32 [16]"),
-    ("flat", "float64", [16], {}, "announced as float64 [16], 128 bytes, .* has fewer; it seems to be float32 [16]"),
     ("narrow", "float32", [16], {}, "has fewer; it seems to be float16 [16] or bfloat16 [16]"),
-    ("large", "float32", [16], {}, "announced as float32 [16], 64 bytes, .* has more"),
     ("large", "float32", [4, 4], {"weight": (300, 200)}, "has more; it seems to be float32 [300, 200]"),
     ("flat", "float32", [300, 200], {}, "announced as float32 [300, 200], 240000 bytes, .* has fewer"),
-    ("flat", "float32", [17], {}, "has fewer; was another dtype or shape sent?"),
     ("flat", "float32", [15], {}, "has more; was another dtype or shape sent?"),
-    ("flat", "float32", [0], {}, "0 bytes, .* has more"),
     ("empty", "float32", [16], {}, "has fewer"),
 ]
 
@@ -190,8 +186,6 @@ def test_broadcast_of_other_size_is_rejected_and_group_stays_usable(tmp_path: Pa
     with trainer_process(SENT, tmp_path) as trainer:
         group = join_group(trainer)
         for name, dtype, shape, own, message in OTHER_SIZES:
-            if name == "large" and not own:
-                shape, message = [200, 200], message.replace("[16], 64", "[200, 200], 160000")
             trainer.send([name, "flat"])
             specs = (*plain_specs(["weight"], [dtype], [shape]), *specs_of(SENT, ["flat"]))
             pattern = re.escape(message.replace("announced", "weight: announced")).replace(r"\.\*", ".*")

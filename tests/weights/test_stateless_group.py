@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nano_inference import WeightError
 from nano_inference.loading.pickle_data import PickleError
@@ -24,11 +26,12 @@ from nano_inference.weights.member import Place, PlainSpec, plain_specs
 from nano_inference.weights.nccl import Communicator, find_library, read_unique_id, stateless_group
 from nano_inference.weights.plain import PlainGroup
 from nano_inference.weights.state_dicts import read_description, state_dicts
+from tests.pickles import Runs
 from tests.weights.pairs import OpenEngine, Pair
-from tests.weights.plain_trainer import dtypes_and_shapes
+from tests.weights.plain_trainer import Trainer, dtypes_and_shapes
 from tests.weights.test_group import free_port
 from tests.weights.test_plain_group import collect
-from tests.weights.vllm_trainer import VllmTrainer, compile_stub, pickled_id, vllm_trainer
+from tests.weights.vllm_trainer import compile_stub, pickled_id, vllm_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -47,12 +50,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def mixed(tmp_path: Path, library: str) -> Iterator[VllmTrainer]:
+def mixed(tmp_path: Path, library: str) -> Iterator[Trainer]:
     with vllm_trainer(MIXED, tmp_path, library) as one:
         yield one
 
 
-def join(trainer: VllmTrainer, library: str, timeout: float = 60) -> PlainGroup:
+def join(trainer: Trainer, library: str, timeout: float = 60) -> PlainGroup:
     port = free_port()
     trainer.host(port)
     group = stateless_group(Place("127.0.0.1", port, 1, 2, timeout), CPU, library)
@@ -86,8 +89,8 @@ def test_engine_updates_as_trl_sends_its_weights(
         group.close()
 
 
-@pytest.mark.parametrize("limit", [None, 1, 7, 1 << 20])
-def test_tensors_arrive_alone_and_packed(mixed: VllmTrainer, library: str, limit: int | None) -> None:
+@pytest.mark.parametrize("limit", [None, 7])
+def test_tensors_arrive_alone_and_packed(mixed: Trainer, library: str, limit: int | None) -> None:
     group = join(mixed, library)
     for _ in range(2):
         if limit is None:
@@ -138,31 +141,16 @@ def test_engine_updates_from_state_dicts(untied: Pair, tmp_path: Path, library: 
     assert engine.weights_checksum() == other.weights_checksum()
 
 
-class Shape:
-    """Pickles as a `torch.Size`, of any length."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self._sizes = tuple(sizes)
-
-    def __reduce__(self) -> Any:
-        return torch.Size, (self._sizes,)
-
-
 HUGE = {torch.float32: [("a", torch.Size([1 << 40]), 1 << 40)]}
 BAD_DESCRIPTIONS = [
     (pickle.dumps({torch.int8: [("a", torch.Size([1]), 1)]}), "names 'torch int8'"),
     (pickle.dumps({torch.float32: [("a", torch.Size([2]), 1)]}), "size is not the number of its values"),
-    (pickle.dumps({torch.float32: [("a", [1], 1)]}), "size is not the number of its values"),
-    (pickle.dumps({torch.float32: [("a", Shape([1] * 9), 1)]}), "at most 8 dimensions, got 9"),
-    (pickle.dumps({torch.float32: [("a", Shape([1 << 62] * 50_000), 1)]}), "at most 8 dimensions, got 50000"),
-    (pickle.dumps({torch.float32: [("a" * 513, torch.Size([1]), 1)]}), "name must be text of 1 to 512 characters"),
-    (pickle.dumps({torch.float32: [("", torch.Size([1]), 1)]}), "name must be text of 1 to 512 characters"),
+    (pickle.dumps({torch.float32: [("a", Runs(torch.Size, [1] * 9), 1)]}), "at most 8 dimensions, got 9"),
     (pickle.dumps({torch.float32: [(1, torch.Size([1]), 1)]}), "name must be text of 1 to 512 characters"),
     (pickle.dumps({torch.float32: [("a", 1)]}), "not described by"),
     (pickle.dumps({torch.float32: []}), "not a list of tensors"),
     (pickle.dumps([1]), "not a dict of dtypes"),
     (pickle.dumps({"a": [1]}), "a dtype is not one of"),
-    (pickle.dumps(print), "names 'builtins print'"),
     (b"\x80\x04", "it is damaged"),
 ]
 
@@ -176,7 +164,7 @@ def test_a_bad_description_is_named(data: bytes, part: str) -> None:
 @pytest.mark.parametrize(
     ("data", "part"), [BAD_DESCRIPTIONS[1], (pickle.dumps(HUGE), "more than 4 times the model's values")]
 )
-def test_a_bad_description_closes_the_group(mixed: VllmTrainer, library: str, data: bytes, part: str) -> None:
+def test_a_bad_description_closes_the_group(mixed: Trainer, library: str, data: bytes, part: str) -> None:
     group = join(mixed, library)
     mixed.begin("describe", data)
     with pytest.raises(WeightError, match=part):
@@ -198,8 +186,8 @@ def test_unique_id_is_read_as_data(module: str) -> None:
             read_unique_id(pickled_id(data, module))
 
 
-@pytest.mark.parametrize("value", [pickle.dumps(print), pickle.dumps(bytes(128)), b"", pickled_id(bytes(128))[:-9]])
-def test_another_value_in_place_of_the_unique_id_is_refused(mixed: VllmTrainer, library: str, value: bytes) -> None:
+@pytest.mark.parametrize("value", [pickle.dumps(bytes(128)), pickled_id(bytes(128))[:-9]])
+def test_another_value_in_place_of_the_unique_id_is_refused(mixed: Trainer, library: str, value: bytes) -> None:
     port = free_port()
     mixed.host(port, 2, value)
     with pytest.raises(WeightError, match="sent no unique id of NCCL"):
@@ -240,7 +228,7 @@ def test_an_error_after_joining_aborts_the_communicator(library: str, tmp_path: 
 
 
 @pytest.mark.parametrize("data", [torch.zeros(2, dtype=torch.complex64), torch.zeros(4, 4).t()])
-def test_an_array_that_nccl_cannot_send_is_refused(mixed: VllmTrainer, library: str, data: torch.Tensor) -> None:
+def test_an_array_that_nccl_cannot_send_is_refused(mixed: Trainer, library: str, data: torch.Tensor) -> None:
     group = join(mixed, library)
     with pytest.raises(WeightError, match="no NCCL broadcast"):
         group.broadcast(data)
@@ -255,7 +243,7 @@ def until_in_call(thread: threading.Thread) -> None:
         frame = sys._current_frames().get(thread.ident or 0)
 
 
-def test_closing_ends_a_broadcast_that_does_not_come(mixed: VllmTrainer, library: str) -> None:
+def test_closing_ends_a_broadcast_that_does_not_come(mixed: Trainer, library: str) -> None:
     group = join(mixed, library)
     failures: list[WeightError] = []
 
@@ -278,7 +266,7 @@ def test_closing_ends_a_broadcast_that_does_not_come(mixed: VllmTrainer, library
 # ---- the server's groups --------------------------------------------------------------------------------------------
 
 
-def test_server_joins_a_trainer_of_vllm(mixed: VllmTrainer, library: str) -> None:
+def test_server_joins_a_trainer_of_vllm(mixed: Trainer, library: str) -> None:
     async def run() -> Any:
         shapes = {name: tuple(one.shape) for name, one in MIXED.items()}
         groups = Groups(60, lambda: shapes, nccl_device="cpu", nccl_library=library)
@@ -304,27 +292,18 @@ def test_server_joins_a_trainer_of_vllm(mixed: VllmTrainer, library: str) -> Non
     assert {name: one.tolist() for name, one in again.items()} == {name: one.tolist() for name, one in MIXED.items()}
 
 
-def test_server_gives_up_a_rank_that_nccl_waits_for(mixed: VllmTrainer, library: str) -> None:
+def test_server_gives_up_a_rank_that_nccl_waits_for(mixed: Trainer, library: str) -> None:
     async def run() -> None:
         groups = Groups(1, dict, nccl_device="cpu", nccl_library=library)
         port = free_port()
         mixed.host(port, 3)
         with ThreadPoolExecutor() as pool:
-            third = pool.submit(StoreOnly, port)
+            third = pool.submit(  # a rank that comes to the store, but not to NCCL
+                dist.TCPStore, "127.0.0.1", port, 3, is_master=False, timeout=timedelta(seconds=60)
+            )
             with pytest.raises(ApiError, match=r"did not join the group within 1 seconds|no weight group of 3"):
                 await groups.join("g", "127.0.0.1", port, rank=1, world_size=3, backend="nccl", is_vllm=True)
             third.result(60)
         assert not groups.has("g")
 
     asyncio.run(run())
-
-
-class StoreOnly:
-    """A rank that comes to the store, but not to NCCL."""
-
-    def __init__(self, port: int) -> None:
-        from datetime import timedelta
-
-        import torch.distributed as dist
-
-        self.store = dist.TCPStore("127.0.0.1", port, 3, is_master=False, timeout=timedelta(seconds=60))

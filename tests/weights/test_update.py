@@ -73,28 +73,18 @@ def spoiled(named: Named, value: float) -> Named:
 Q = "model.layers.0.self_attn.q_proj.weight"
 BROKEN: dict[str, tuple[Callable[[Named], object], str]] = {
     "shape": (lambda n: {**n, Q: n[Q][:-1]}, r"q_proj\.weight: the update has the shape"),
-    "transposed": (
-        lambda n: {**n, "model.layers.0.mlp.up_proj.weight": n["model.layers.0.mlp.up_proj.weight"].T},
-        "shape",
-    ),
-    "scalar": (lambda n: {**n, Q: torch.tensor(1.0)}, "shape"),
     "integers": (lambda n: {**n, Q: n[Q].to(torch.int8)}, "has the dtype int8; known"),
-    "complex": (lambda n: {**n, Q: n[Q].to(torch.complex64)}, "has the dtype complex64"),
     "missing": (lambda n: without(n, Q), rf"lacks 1 tensors: {Q}"),
     "unknown": (lambda n: {**n, "model.layers.99.mlp.up_proj.weight": n[Q]}, r"layers\.99.*: the model has no such"),
-    "prefixed": (lambda n: {f"module.{k}": v for k, v in n.items()}, r"module\..*: the model has no such tensor"),
     "twice": (lambda n: [*n.items(), (Q, n[Q])], rf"{Q}: occurs twice"),
     "nan": (lambda n: spoiled(n, float("nan")), r"up_proj\.weight: holds NaN or infinity"),
-    "inf": (lambda n: spoiled(n, float("-inf")), r"up_proj\.weight: holds NaN or infinity"),
     "overflow": (lambda n: {**n, Q: torch.full_like(n[Q], 1e300, dtype=torch.float64)}, "holds NaN or infinity"),
     "meta": (lambda n: {**n, Q: n[Q].to("meta")}, "must be a dense tensor with values"),
     "sparse": (lambda n: {**n, Q: n[Q].to_sparse()}, "must be a dense tensor"),
     "array": (lambda n: {**n, Q: n[Q].numpy()}, "must be a tensor, got ndarray"),
     "number name": (lambda n: {**n, 3: n[Q]}, "name must be a string, got 3"),
-    "empty": (lambda n: {}, "lacks"),
     "not pairs": (lambda n: list(n), r"must be \(name, tensor\) pairs, got str"),
     "a tensor": (lambda n: n[Q], "must be a state dict"),
-    "a number": (lambda n: 3, "must be a state dict"),
     "fails": (lambda n: failing(n), "the source of the weights failed: RuntimeError: the trainer died"),
 }
 
@@ -104,8 +94,7 @@ def failing(named: Named) -> Iterator[tuple[str, torch.Tensor]]:
     raise RuntimeError("the trainer died")
 
 
-@pytest.mark.parametrize("case", BROKEN)
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(("case", "blocking"), [*((case, True) for case in BROKEN), ("shape", False), ("fails", False)])
 def test_invalid_update_is_reported_and_leaves_the_weights_unchanged(
     case: str, blocking: bool, untied: Pair, open_engine: OpenEngine
 ) -> None:
@@ -130,12 +119,8 @@ def test_invalid_update_is_reported_and_leaves_the_weights_unchanged(
     ("make", "message"),
     [
         (lambda model: model, "got LlamaForCausalLM; pass its state_dict"),
-        (lambda model: torch.nn.Sequential(model), "got Sequential; pass its state_dict"),
         (lambda model: list(model.parameters()), "got Parameter"),
         (lambda model: model.state_dict().values(), "got Tensor"),
-        (lambda model: torch.zeros(3), "got Tensor"),
-        (lambda model: [1, 2], "got int"),
-        (lambda model: None, "got NoneType"),
         (lambda model: "no/such/place", "no/such/place: no such directory"),
     ],
 )
@@ -277,8 +262,6 @@ def test_finish_update_raises_failure_seen_by_a_step(
         ({"on_running": "drop"}, "on_running must be one of keep, recompute, abort, wait, got 'drop'"),
         ({"blocking": "yes"}, "blocking must be true or false"),
         ({"version": 1.5}, "version must be an integer or a string"),
-        ({"partial": 1}, "partial must be true or false"),
-        ({"allow_nonfinite": None}, "allow_nonfinite must be true or false"),
         ({"checksum": 5}, "checksum must be a string"),
         ({"timeout": -1}, "timeout must be in"),
     ],

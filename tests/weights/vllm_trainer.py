@@ -6,11 +6,9 @@ import ctypes
 import os
 import pickle
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from nano_inference.executors.cpu.compile import find_compiler
-from tests.weights.broadcast_forms import described_by, dict_arrays
 from tests.weights.names import importable_as
-from tests.weights.plain_trainer import PROCESSES, Named, Trainer, packed
+from tests.weights.plain_trainer import Broadcast, Named, Trainer, trainer_process
 
 CODES = {torch.uint8: 1, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.float64: 8, torch.bfloat16: 9}
 WRAPPER = "vllm.distributed.device_communicators.pynccl_wrapper"
@@ -81,54 +78,12 @@ class Rank0:
             torch.cuda.synchronize()
 
 
-def run_trainer(orders: Connection, path: Path, library: str, folder: str) -> None:
-    """Run the trainer process: execute commands in order and acknowledge each."""
+def join_stub(folder: str, *place: Any) -> Broadcast:
+    """Return the broadcast of a group whose pipes are in a folder."""
     os.environ["NCCL_STUB_FOLDER"] = folder
-    torch.set_num_threads(1)
-    named: Named = torch.load(path)
-    orders.send("up")
-    group: Any = None
-    while True:
-        order, *words = orders.recv()
-        if order == "join":
-            group = Rank0(library, *words)
-        elif order == "send":
-            for name in words[0]:
-                group.broadcast(named[name])
-        elif order == "pack":
-            names, limit = words
-            for one in packed([named[name] for name in names], limit):
-                group.broadcast(one)
-        elif order == "dicts":
-            for one in dict_arrays({name: named[name] for name in words[0]}):
-                group.broadcast(one)
-        elif order == "describe":
-            for one in (torch.tensor([1]), *described_by(words[0])):
-                group.broadcast(one)
-        orders.send(order)
+    return Rank0(*place).broadcast
 
 
-class VllmTrainer(Trainer):
-    """Controls the process."""
-
-    def host(self, port: int, world_size: int = 2, value: bytes | None = None, device: str = "cpu") -> None:
-        """Create the group; does not wait. With `value` only put that in place of the unique id."""
-        self.begin("join", port, world_size, value, device)
-
-
-@contextmanager
-def vllm_trainer(named: Named, folder: Path, library: str) -> Iterator[VllmTrainer]:
+def vllm_trainer(named: Named, folder: Path, library: str) -> AbstractContextManager[Trainer]:
     """Run a trainer with these tensors during the block."""
-    path = folder / "trainers.pt"
-    torch.save(named, path)
-    ours, theirs = Pipe()
-    process = PROCESSES.Process(target=run_trainer, args=(theirs, path, library, str(folder)), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        trainer = VllmTrainer(ours, process)
-        trainer.wait()
-        yield trainer
-    finally:
-        process.kill()
-        process.join()
+    return trainer_process(named, folder, partial(join_stub, str(folder), library))
