@@ -265,7 +265,9 @@ def attend(
 def attend_reference(case: Case, cache_dtype: torch.dtype = torch.float64) -> tuple[dict[int, Tensor], Cache]:
     """Return the attention output by token in float64, and the cache afterwards."""
     cache = case.fresh(cache_dtype)
-    made = reference.run(case.program(reference.pack(case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64)
+    made = reference.run(
+        case.program(pack(reference.library(), case.qkv_TW)), layout_of(case.spans), cache, dtype=torch.float64
+    )
     tokens = [token for span in case.spans for token in span.tokens]
     return dict(zip(tokens, made["att"], strict=True)), cache
 

@@ -27,6 +27,7 @@ from tests.kernels.steps import (
     layout_of,
     make_case,
     make_staircase,
+    pack,
     same_bits,
 )
 
@@ -210,7 +211,7 @@ def check_rounding(team: Team, value: float) -> None:
     case.qkv_TW[:, 16:] = value
     cache, right = case.fresh(torch.bfloat16), case.fresh(torch.bfloat16)
     attend(team[2], case, case.spans, cache)
-    reference.run(case.program(reference.pack(case.qkv_TW)), layout_of(case.spans), right)
+    reference.run(case.program(pack(team[2], case.qkv_TW)), layout_of(case.spans), right)
     span = case.spans[0]
     block, slot = span.blocks[span.start // 4], span.start % 4
     written, expected = torch.full((16,), value).bfloat16().float().nan_to_num(7.0), layer_of(case, right)
