@@ -30,6 +30,7 @@ from nano_inference.executors.cuda.sample_records import (
 from nano_inference.executors.sampling import draw as reference_draw
 from nano_inference.types import LogprobsMode, SamplingParams
 from tests.cuda.case import Case, error
+from tests.rows import make_row
 
 MODES: tuple[LogprobsMode, ...] = ("raw", "tempered", "processed")
 _NUM_TOPS, _NUM_STOPS = 4, 3
@@ -38,9 +39,8 @@ _NUM_TOPS, _NUM_STOPS = 4, 3
 def row(number: int, mode: LogprobsMode, more: dict[str, Any] | None = None, **params: Any) -> Row:
     """Return a row that draws the token at position 6 of its sample."""
     drawn = SamplingParams(logprobs=_NUM_TOPS, **params)
-    base = Row(id=number, tokens=(1,), prev_token=-1, start=5, blocks=(0,), num_sampled=1, logprobs_mode=mode,
-               seed=97 * number - 300, sample_index=number % 3, params=drawn)  # fmt: skip
-    return base._replace(**(more or {}))
+    fields = {"start": 5, "num_sampled": 1, "logprobs_mode": mode, "seed": 97 * number - 300, "params": drawn}
+    return make_row(number, sample_index=number % 3, **fields | (more or {}))
 
 
 def as_tensors(rows: Sequence[Row], vocab_size: int) -> tuple[Slots, Tables]:

@@ -34,6 +34,7 @@ from nano_inference.types import SamplingParams
 from tests.cuda.engines import eager
 from tests.cuda.fake_cuda import CUDA, DeviceLaunchesOnly, Products, Transfers
 from tests.cuda.models import write_model
+from tests.rows import make_row
 
 pytestmark = [
     pytest.mark.slow,
@@ -144,11 +145,8 @@ def test_passes_launch_compiled_kernels_on_the_device(
     name: str, is_deterministic: bool, launched: set[Launched], compiled: frozenset[Launched], tmp_path: Path
 ) -> None:
     sizes = (1, 1, 1, 300, 20)
-    rows = tuple(
-        Row(id=index, tokens=(1,) * size, prev_token=1, start=600, blocks=tuple(range(60)), num_sampled=1,
-            params=SamplingParams(), logprobs_mode="raw", seed=0, sample_index=0)
-        for index, size in enumerate(sizes)
-    )  # fmt: skip
+    place = {"prev_token": 1, "start": 600, "blocks": tuple(range(60)), "num_sampled": 1}
+    rows = tuple(make_row(index, (1,) * size, **place) for index, size in enumerate(sizes))
     config = written(name, tmp_path)
     with opened(config, is_deterministic=is_deterministic) as executor, Transfers():
         hidden_KE = executor.hidden(rows, (0, 1, 2, 302, 322))
@@ -179,11 +177,8 @@ def forms(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
 
 def rows_of(count: int, size: int, start: int, params: SamplingParams) -> tuple[Row, ...]:
     """Return rows of `size` tokens on blocks that all of them share."""
-    return tuple(
-        Row(id=index, tokens=(1,) * size, prev_token=1 if start else -1, start=start, blocks=tuple(range(256)),
-            num_sampled=1, params=params, logprobs_mode="raw", seed=0, sample_index=0)
-        for index in range(count)
-    )  # fmt: skip
+    place = {"prev_token": 1 if start else -1, "start": start, "blocks": tuple(range(256)), "num_sampled": 1}
+    return tuple(make_row(index, (1,) * size, params=params, **place) for index in range(count))
 
 
 PLAIN = SamplingParams()

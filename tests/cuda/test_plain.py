@@ -33,8 +33,6 @@ def test_launchers_match_references_and_neither_wait_for_the_device_nor_copy_bet
     "waits",
     [
         lambda x: x[0].item(),
-        lambda x: bool(x.any()),
-        lambda x: x.tolist(),
         lambda x: x.nonzero(),
         lambda x: x[x > 0],
         lambda x: x.masked_select(x > 0),

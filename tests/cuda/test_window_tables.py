@@ -13,6 +13,7 @@ from nano_inference.executors.cuda.windows import Windows
 from nano_inference.executors.protocol import CacheSize
 from tests.cuda.engines import executor_of
 from tests.cuda.models import config_of, write_model
+from tests.rows import make_row
 
 PARAMS = SamplingParams(max_tokens=500, ignore_eos=True)
 
@@ -37,10 +38,8 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DecodeStep]:
 
 
 def row(number: int, *blocks: int) -> Row:
-    return Row(
-        id=number, tokens=(1,), prev_token=1, start=16 * len(blocks) - 8, blocks=blocks, num_sampled=1, params=PARAMS,
-        logprobs_mode="processed", seed=number, sample_index=0,
-    )  # fmt: skip
+    place = {"prev_token": 1, "start": 16 * len(blocks) - 8, "blocks": blocks}
+    return make_row(number, num_sampled=1, params=PARAMS, logprobs_mode="processed", seed=number, **place)
 
 
 @pytest.mark.parametrize("later", [(1, 2, 3, 4), (1, 2), (1, 2, 7), (5, 6, 3), (1, 2, 3)])
