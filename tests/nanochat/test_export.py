@@ -375,11 +375,9 @@ def with_gap(state: dict[str, Any]) -> None:
     ("change", "message"),
     [
         (changed(normalizer={"type": "NFC"}), "have no normalizer"),
-        (changed(pre_tokenizer=None), "one pattern"),
         (changed(pre_tokenizer={"type": "Whitespace"}), "one pattern"),
         (lambda state: state["pre_tokenizer"]["pretokenizers"].pop(), "one pattern"),
         (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True), "must not add spaces"),
-        (lambda state: state["pre_tokenizer"]["pretokenizers"][1].update(use_regex=True), "must not add spaces"),
         (lambda state: state["model"].update(merges=state["model"]["merges"][:-9][::-1]), "different ids"),
         (without_byte, "not every byte"),
         (with_gap, "must be 0 to"),

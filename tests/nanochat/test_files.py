@@ -173,11 +173,8 @@ def test_highest_step_is_selected_numerically(tmp_path: Path) -> None:
         ({"source": "base", "model_tag": "d12"}, "no model tag 'd12'; there is d20, d34"),
         ({"step": 3}, "no step 3; there is 650, 700"),
         ({"source": "chat"}, "source must be one of sft, rl, mid, base, got 'chat'"),
-        ({"source": "../base"}, "source must be one of"),
         ({"model_tag": "../../base_checkpoints/d20"}, "must be a plain directory name"),
-        ({"model_tag": ".."}, "must be a plain directory name"),
         ({"model_tag": "a\\b"}, "must be a plain directory name"),
-        ({"model_tag": ""}, "must be a plain directory name"),
         ({"model_tag": "a\0"}, "must be a plain directory name"),
     ],
 )

@@ -224,13 +224,13 @@ def test_unknown_override_names_are_rejected(text: str) -> None:
 
 BAD_VALUES = (
     *(f"{name}={value}" for name in ("softcap", "rope_base", "qk_scale", "gate_scale", "norm_eps")
-      for value in ("", "0", "-1", "nan", "inf", "1e400", "twenty", "20,5", "1e13", "0x10")),
+      for value in ("0", "nan", "1e400", "20,5", "1e13")),
     *(f"{name}={value}" for name in ("sequence_len", "short_window")
-      for value in ("", "0", "-1", "2.5", "1e3", "two", "9999999999", "٣", "²")),
-    *(f"generation={value}" for value in ("", "g4", "G5", "4", "G2S")),
-    *(f"window_pattern={value}" for value in ("X", "SSXL", "S L", "S,L")),
-    *(f"rope_dtype={value}" for value in ("", "float16", "bf16", "BFLOAT16", " float32")),
-    *(f"decode_window={value}" for value in ("", "long", "FULL", "1")),
+      for value in ("0", "2.5", "9999999999", "٣", "²")),
+    *(f"generation={value}" for value in ("", "g4")),
+    *(f"window_pattern={value}" for value in ("SSXL", "S,L")),
+    *(f"rope_dtype={value}" for value in ("float16", "BFLOAT16")),
+    *(f"decode_window={value}" for value in ("long", "FULL")),
 )  # fmt: skip
 
 
