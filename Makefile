@@ -48,7 +48,7 @@ lint: .venv/ready-dev
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python scripts/size.py
 
-# The tests that take less than 3 s each; no download, no browser.
+# Quick tests of every module, at most a minute and a half together; no download, no browser.
 check: .venv/ready-dev
 	$(PYTEST) -m "not model and not slow and not nightly"
 

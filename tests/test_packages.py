@@ -106,6 +106,7 @@ def result_without(forks: Forks, hidden: Collection[str], function: str, *argume
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 def test_engine_runs_with_the_essential_packages_alone(
     kernels: str, tiny: Path, others: list[str], forks: Forks
@@ -119,12 +120,14 @@ def test_engine_runs_with_the_essential_packages_alone(
     assert found["streamed"] == found["tokens"] and (kernels == "auto" or found["code"] == "torch")
 
 
+@pytest.mark.slow
 def test_every_public_name_imports_with_the_essential_packages_alone(others: list[str], forks: Forks) -> None:
     code = "import nano_inference as n; print(len([getattr(n, name) for name in n.__all__]))"
     done = forks.run(code, hidden=others)
     assert done.stdout.strip() == str(len(nano_inference.__all__)), done.stderr
 
 
+@pytest.mark.slow
 def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alone(forks: Forks) -> None:
     """A module that cannot be imported would stop all of them; those that need other packages are skipped."""
     code = "import os, sys; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; import pytest; sys.exit(pytest.main())"
@@ -134,6 +137,7 @@ def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alon
     assert "NO TRANSFORMERS" in done.stdout and "tests/gpu/test_executor.py" in done.stdout
 
 
+@pytest.mark.slow
 def test_each_feature_names_the_package_it_lacks(
     tiny: Path, gguf_file: Path, others: list[str], forks: Forks, tmp_path: Path
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_command_names_the_package_it_lacks(package: str, tiny: Path, gguf_fil
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_generate_runs_without_what_it_does_not_use(tiny: Path, forks: Forks) -> None:
     hidden = [module for module, package in PACKAGES.items() if package not in ("cyclopts", "rich")]
     words = ("generate", "hello", "--model", tiny, "--max-tokens", "4", "--temperature", "0", "--quiet")

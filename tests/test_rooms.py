@@ -54,6 +54,7 @@ def globals_written(tree: ast.Module) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_state_lives_in_a_module() -> None:
     for path in sorted(HOME.rglob("*.py")):
         tree = ast.parse(path.read_text())

@@ -24,20 +24,21 @@ def page(capsys: Capture, *argv: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
-@pytest.mark.parametrize("columns", [60, 120])
-def test_page_fits_the_terminal(
-    path: tuple[str, ...], columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_page_fits_the_terminal(path: tuple[str, ...], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     lines = page(capsys, *path, "--help").splitlines()
-    assert max(map(len, lines)) <= columns and lines[0].startswith(f"Usage: nano-inference {' '.join(path)}")
+    assert max(map(len, lines)) <= 60 and lines[0].startswith(f"Usage: nano-inference {' '.join(path)}")
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids="-".join)
 def test_page_lists_every_option(path: tuple[str, ...], capsys: Capture) -> None:
     text = page(capsys, *path, "--help")
     assert {option.name for option in OPTIONS[path]} <= set(text.split())
-    assert page(capsys, *path, "-h") == page(capsys, "--help", *path) == text
+
+
+def test_other_forms_print_the_same_page(capsys: Capture) -> None:
+    path = COMMANDS[-1]
+    assert page(capsys, *path, "-h") == page(capsys, "--help", *path) == page(capsys, *path, "--help")
 
 
 def test_every_option_has_help() -> None:

@@ -70,6 +70,7 @@ def test_unencodable_output_is_replaced(tiny: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "?!\n", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(forker: Forker, tiny: Path) -> None:
     varied = ("-t", "2", "--top-p", "1", "--min-p", "0")  # an answer that repeats itself would end
     options = ("--max-model-len", "32768", "--max-tokens", "30000", "--ignore-eos", *varied)
@@ -85,6 +86,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_chat_in_a_dumb_terminal(for
         assert screen.leave() == 0
 
 
+@pytest.mark.slow
 def test_banner_wraps_facts_but_not_the_command(forker: Forker) -> None:
     """A wrapped command could not be copied."""
     with terminal("serve", "--model", "calculator", "--port", "0", forker=forker, rows=40, columns=60) as screen:

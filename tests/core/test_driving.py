@@ -121,6 +121,7 @@ def test_sigint_while_waiting_for_an_update_leaves_the_update(monkeypatch: pytes
     assert engine.finish_update() == 1
 
 
+@pytest.mark.slow
 def test_random_sigints() -> None:
     """From a timer, at any bytecode."""
     expected = content(generate(make_engine()))

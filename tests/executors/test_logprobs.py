@@ -36,6 +36,7 @@ def row(number: int, mode: LogprobsMode, **params: Any) -> Row:
     return make_row(number, start=5, num_sampled=1, logprobs_mode=mode, seed=number, params=SamplingParams(**params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_sampled_logprobs_are_unbiased_over_a_large_vocabulary(name: str, temperature: float) -> None:

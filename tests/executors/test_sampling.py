@@ -35,6 +35,7 @@ def draw_one(logits_V: Tensor, one: Row) -> Draw:
     return draw(logits_V[None].clone(), [one])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.7, 2])
 def test_draws_follow_the_softmax(temperature: float) -> None:
     logits_V = randn(24, scale=1.5)
@@ -126,6 +127,7 @@ def random_row(rng: random.Random, number: int, vocab_size: int) -> Row:
     return row(number, rng.choice(["raw", "tempered", "processed"]), more=options, **params)
 
 
+@pytest.mark.slow
 def test_row_is_bit_identical_in_any_batch() -> None:
     rng = random.Random(1)
     for trial in range(60):

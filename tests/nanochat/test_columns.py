@@ -33,6 +33,7 @@ def test_columns_are_multinomials_bit_for_bit_in_any_order_of_rows(top_k: int | 
             assert int(token) == expected[place][row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (50, None), (None, 0.5), (50, 0.5)])
 def test_columns_of_a_large_vocabulary_are_multinomials_with_their_logprobs(
     top_k: int | None, top_p: float | None

@@ -168,6 +168,7 @@ def alternating(content: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(alternating(TEXTS))
 def test_template_renders_the_same_tokens(turns: list[dict[str, Any]]) -> None:

@@ -82,6 +82,7 @@ def test_stream_equals_nanochat_loop(generation: str) -> None:
     assert results > 0 and ends >= 5, (results, ends)
 
 
+@pytest.mark.slow
 def test_max_tokens_can_truncate_tool_result() -> None:
     model = talkative("G4")
     ours, plain = Engine(model, TOKENIZER), Engine(Foreign(model), TOKENIZER)
@@ -247,6 +248,7 @@ def test_new_weights_clear_cached_prefixes() -> None:
     assert found == pytest.approx(fresh, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", ["G0", "G2e", "G4"])
 def test_the_kernels_and_torch_give_the_same_columns(generation: str) -> None:
     """Also after new weights, which the kernels have packed again."""
@@ -339,6 +341,7 @@ def test_interrupted_step_reuses_random_numbers() -> None:
     assert [*found[1], *second] == alone[1]
 
 
+@pytest.mark.slow
 def test_engine_is_thread_safe() -> None:
     engine = Engine(talkative("G4"), TOKENIZER)
     wish: dict[str, Any] = {"max_tokens": 15, "seed": 5}

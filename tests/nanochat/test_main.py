@@ -44,6 +44,7 @@ def test_packaged_model_is_default(capsys: Capture) -> None:
     assert "nanochat/data/calculator/model_" in out and err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_every_generation_matches(generation: str, tmp_path: Path, capsys: Capture) -> None:
     weights = write_checkpoint(tmp_path, generation, meta=base_meta(generation))

@@ -85,6 +85,7 @@ def test_costs_equal_recorded_figures(model: GPT, num_tokens: int, decode: int, 
     assert sum(weight.numel() for weight in model.parameters()) == 241746
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [101.0, 1e31, math.inf])
 @pytest.mark.parametrize("options", [{"top_k": -50}, {"top_k": 9}, {"top_p": 0.5}])
 def test_engine_accepts_any_temperature_and_top_k(temperature: float, options: dict[str, float]) -> None:

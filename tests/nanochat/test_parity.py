@@ -50,6 +50,7 @@ def test_torch_alone_equals_upstream_too() -> None:
     assert compared(COMMITS[-1], COMMITS[-1].conditions, kernels="off", share=9).is_equal
 
 
+@pytest.mark.slow
 def test_a_wrong_constant_is_noticed() -> None:
     g4 = COMMITS[-1]
     found = compared(g4, Conditions(overrides=("qk_scale=1.15",)), share=9)

@@ -108,7 +108,8 @@ def test_too_large_and_non_regular_files_are_refused(tmp_path: Path) -> None:
         read_fields(tmp_path / "nothing.pkl")
 
 
-def test_number_of_entries_is_limited(tmp_path: Path) -> None:
+def test_number_of_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nanochat_pickle, "MAX_ENTRIES", 1000)
     ranks = {number.to_bytes(3, "big"): number for number in range(nanochat_pickle.MAX_ENTRIES + 1)}
     path = tmp_path / "tokenizer.pkl"
     path.write_bytes(with_state(state(mergeable_ranks=ranks, special_tokens={"<|bos|>": len(ranks)})))

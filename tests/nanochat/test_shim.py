@@ -17,6 +17,8 @@ from tests.nanochat.stand_in import RUN
 from tests.nanochat.talkative import Foreign
 from tests.nanochat.tiny import model_config, state_dict, write_checkpoint, write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "nanochat.md"
 SHIM = re.compile(r"```python\n(# nanochat/(\w+)\.py\n(?:.*\n)+?)```")
 SHIMS = {name: text for text, name in SHIM.findall(PAGE.read_text(encoding="utf-8"))}

@@ -13,6 +13,8 @@ from nano_inference.models.program import Program
 from nano_inference.nanochat import GPT
 from tests.nanochat.tiny import GENERATIONS, model_config, state_dict, write_checkpoint, write_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [256, *range(40, 90)]
 
 

@@ -22,6 +22,8 @@ from tests.parallel.ranks import CPU, on_ranks, open_ranks
 from tests.parallel.test_engine import config_of
 from tests.parallel.test_updates import directory_of, weights_of
 
+pytestmark = pytest.mark.slow
+
 WIDE: dict[str, Any] = {"vocab_size": 65_536, "num_hidden_layers": 2, "intermediate_size": 2048}
 NUM_ROWS = 8
 LOGITS = NUM_ROWS * WIDE["vocab_size"] * 4

@@ -97,6 +97,7 @@ def real_template(name: str) -> str:
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_real_templates_render_as_in_transformers(family: str) -> None:
     source, num_rendered = real_template(family), 0

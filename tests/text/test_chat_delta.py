@@ -266,6 +266,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([END
 NEXT = st.lists(st.tuples(st.sampled_from(["user", "tool", "system"]), TEXT), min_size=1, max_size=2)
 
 
+@pytest.mark.slow
 @given(chat=st.lists(st.tuples(TEXT, NEXT), min_size=1, max_size=4), is_cut=st.booleans(), spelled=st.booleans())
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize(("source", "end"), [(CHATML, END), (LLAMA3, "<|end|>"), (PLAIN, None)])

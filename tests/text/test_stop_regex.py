@@ -121,6 +121,7 @@ def test_of_several_expressions_the_one_that_matches_first_is_the_reason() -> No
     assert [matcher.advance(token) for token in b"xxab"] == [None, None, None, "b"]
 
 
+@pytest.mark.slow
 def test_search_keeps_only_what_may_begin_a_match() -> None:
     """A search of the whole text at each token would take hours."""
     matcher = matcher_of("User: \\d+", "(a|b)+c")

@@ -30,13 +30,13 @@ places = st.lists(st.integers(0, 10**6), max_size=12)
 stop_lists = st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=3).map(tuple)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=24) | st.text(max_size=12).map(str.encode), places=places)
 def test_any_split_decodes_to_the_whole_text(data: bytes, places: list[int]) -> None:
     assert "".join(run(split(data, places))[0]) == data.decode("utf-8", "replace")
 
 
-@settings(max_examples=130, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text("abé😀", max_size=14), places=places, stops=stop_lists)
 def test_any_split_stops_at_the_same_place(text: str, places: list[int], stops: tuple[str, ...]) -> None:
     emitted, stopped = run(split(text.encode(), places), stops)
@@ -45,7 +45,7 @@ def test_any_split_stops_at_the_same_place(text: str, places: list[int], stops: 
     assert ("".join(emitted), stopped) == (wanted, min(ends)[2] if ends else None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.text("abé", max_size=14), places=places, stops=stop_lists)
 def test_prefix_of_a_stop_string_is_withheld(text: str, places: list[int], stops: tuple[str, ...]) -> None:
     state, sent, seen = start(stops=stops), "", b""

@@ -29,6 +29,7 @@ def matches(engine: InferenceEngine, model: torch.nn.Module) -> bool:
     return gap(model, [*PROMPT, *sample.completion_tokens], list(sample.logprobs)) <= 1e-4  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", others_nightly(FAMILIES))
 @pytest.mark.parametrize("blocking", [True, False])
 def test_updated_engine_matches_the_trainers_model(
