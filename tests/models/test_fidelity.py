@@ -13,7 +13,7 @@ import transformers
 from nano_inference.config import EngineConfig
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams
-from tests.models.families import FAMILIES, VOCAB_SIZE, gap, gap_to, make_model, reference_logprobs
+from tests.models.families import FAMILIES, VOCAB_SIZE, gap, gap_to, make_model, others_nightly, reference_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ FLEX = ("llama-ratio1-untied", "qwen2-ratio7", "qwen2-yarn-window", "gemma2", "g
 Witness = tuple[Path, transformers.PreTrainedModel]
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=others_nightly(FAMILIES))
 def witness(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Witness]:
     directory = tmp_path_factory.mktemp("tiny")
     yield directory, make_model(request.param, directory)
