@@ -56,7 +56,6 @@ check: .venv/ready-dev
 thorough: test
 	$(PYTEST) -m nightly
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
-	$(BIN)/python benchmarks/tool_texts.py --texts 1000
 	$(BIN)/python benchmarks/reliability/fuzz_templates.py
 
 # Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: half an hour of one core at first.
