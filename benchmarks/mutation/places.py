@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ def places(tree: ast.Module) -> Iterator[tuple[ast.AST, str, Callable[[], None]]
         elif isinstance(node, ast.Constant) and type(node.value) is bool:
             yield node, f"{node.value} -> {not node.value}", lambda node=node: setattr(node, "value", not node.value)
         elif isinstance(node, ast.If):
-            yield node, "condition negated", lambda node=node: setattr(node, "test", _negated(node.test))
+            yield node, "condition negated", lambda node=node: setattr(node, "test", ast.UnaryOp(ast.Not(), node.test))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield node, "call removed", lambda node=node: setattr(node, "value", ast.Constant(None))
 
@@ -51,10 +50,6 @@ def _swap(
     new = SWAPS.get(type(operator))
     if new is not None:
         yield node, f"{type(operator).__name__} -> {new.__name__}", lambda: put(new())
-
-
-def _negated(test: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), test)
 
 
 def skipped_nodes(tree: ast.Module) -> set[int]:
@@ -105,7 +100,7 @@ def functions_around(tree: ast.Module) -> dict[int, int]:
 
 def mutated(source: str, place: int) -> str:
     """Return a source with the change at that place."""
-    tree = copy.deepcopy(ast.parse(source))
+    tree = ast.parse(source)
     for number, (_, _, apply) in enumerate(places(tree)):
         if number == place:
             apply()

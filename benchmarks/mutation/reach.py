@@ -1,7 +1,6 @@
-"""A pytest plugin: which functions of the package each test calls, and how long it takes; or which tests to run.
+"""A pytest plugin: which functions of the package each test calls, and how long it takes.
 
-`REACH_OUT` names a file that gets one JSON line for each test: [test, seconds, {file: [first lines of functions]}].
-`REACH_RUN` names a JSON list of tests to run in this order, all others are deselected.
+The file `REACH_OUT` gets one JSON line for each test: [test, seconds, {file: [first lines of functions]}].
 """
 
 from __future__ import annotations
@@ -37,8 +36,6 @@ class Calls:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Trace one test, its fixtures included; what an earlier test set up for it counts for the earlier test only."""
-    if "REACH_OUT" not in os.environ:
-        return (yield)
     import nano_inference
 
     calls = Calls(str(Path(nano_inference.__file__).parent))
@@ -54,11 +51,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         with Path(os.environ["REACH_OUT"]).open("a") as file:
             found = {name: sorted(lines) for name, lines in calls.found.items()}
             file.write(json.dumps([item.nodeid, seconds, found]) + "\n")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of `REACH_RUN`, in its order."""
-    if "REACH_RUN" in os.environ:
-        wanted = {name: place for place, name in enumerate(json.loads(Path(os.environ["REACH_RUN"]).read_text()))}
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
-        items[:] = sorted((item for item in items if item.nodeid in wanted), key=lambda item: wanted[item.nodeid])
