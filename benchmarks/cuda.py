@@ -12,8 +12,6 @@ this order, so that a run that is cut off has the most important figures:
   reading shared keys once; bench.py and one request for Qwen3-0.6B, Llama-3.2-1B and Qwen2.5-7B
 - kernels: single launches and their share of the ceilings
 - profile: for each model, which kernels take the time of a decode step, and which are neither ours nor cuBLAS's
-- tests: tests/gpu
-- flashinfer: FlashInfer's decode attention beside ours, if it is installed
 
 Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to
 the JSON file. Each model of a section runs in its own process: an error in a kernel spoils that process only. After
@@ -24,7 +22,6 @@ line on a CPU, with tiny models and the plain kernels; its figures mean nothing.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -43,7 +40,6 @@ def main() -> int:
     root = Path(__file__).parents[1]
     sys.path[0] = str(root)
     sys.path.insert(1, str(root / "src"))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[1], os.environ.get("PYTHONPATH"))))  # for pytest
     from benchmarks.cuda_parts.sections import run_sections
 
     return run_sections(given)

@@ -17,7 +17,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nano_inference
-from benchmarks.cuda_parts.device_tests import OPTIONS
 from nano_inference.loading.catalog import find_builtin
 from nano_inference.support.packages import PACKAGES, MissingPackage, needed
 from nano_inference.types import ModelError
@@ -27,6 +26,8 @@ from tests.loading.tiny_models import make_model, write_gguf
 from tests.server.tiny import make_tiny
 
 ROOT = Path(__file__).parents[1]
+GPU_OPTIONS = ("--noconftest", "-p", "no:cacheprovider", "-W", "default")
+"""Of docs/cuda.md: conftest.py needs hypothesis."""
 ESSENTIAL = ("torch", "numpy", "safetensors", "tokenizers")
 RUN_COMMAND = "import sys; from nano_inference.cli import main; sys.exit(main(sys.argv[1:]))"
 COMMANDS = {
@@ -131,7 +132,7 @@ def test_every_public_name_imports_with_the_essential_packages_alone(others: lis
 def test_the_gpu_tests_are_collected_with_the_essential_packages_and_pytest_alone(forks: Forks) -> None:
     """A module that cannot be imported would stop all of them; those that need other packages are skipped."""
     code = "import os, sys; os.environ['PYTEST_DISABLE_PLUGIN_AUTOLOAD'] = '1'; import pytest; sys.exit(pytest.main())"
-    code = code.replace("main()", f"main({[*OPTIONS, '--collect-only', '-rs', 'tests/gpu']!r})")
+    code = code.replace("main()", f"main({[*GPU_OPTIONS, '--collect-only', '-rs', 'tests/gpu']!r})")
     done = forks.run(code, hidden=others_than("pytest"))
     assert done.returncode in (0, 5), done.stdout + done.stderr
     assert "NO TRANSFORMERS" in done.stdout and "tests/gpu/test_executor.py" in done.stdout

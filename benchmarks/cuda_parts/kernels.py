@@ -5,11 +5,9 @@ Shapes: R rows, H heads, J kv heads, D head size, S slots, N outputs, K inputs, 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,10 +33,6 @@ from nano_inference.executors.cuda.windows import Prefix, group_tables
 from nano_inference.executors.torch.attention.context import AttentionSpec
 
 BLOCK = 16
-WORKSPACE = 128 << 20
-"""Bytes of memory that FlashInfer's wrapper is given, as its documentation does."""
-MOST_DIFFERENCE = 0.02
-"""Most difference from FlashInfer's results, as a share of the largest value: some roundings to bfloat16."""
 
 
 class Launch(NamedTuple):
@@ -55,46 +49,6 @@ def kernels(bench: Bench, sink: Sink, name: str) -> None:
     shape = bench.shape(name)
     for part in (_decode, _groups, _chunk, _rows, _sampler):
         sink.attempt(f"{part.__name__.strip('_')}, {name}", partial(_measure, bench, sink, name, part(bench, shape)))
-
-
-def flashinfer(bench: Bench, sink: Sink, name: str) -> None:
-    """Measure FlashInfer's decode attention on the keys of ours, if it is installed."""
-    label = f"decode attention of FlashInfer, {name}"
-    if bench.is_dry:
-        sink.add(label, "not run: it needs a GPU")
-    elif importlib.util.find_spec("flashinfer") is None:
-        sink.add(label, "not run: FlashInfer is not installed")
-    else:
-        module = importlib.import_module("flashinfer")
-        compare_decode(bench, sink, name, module.BatchDecodeWithPagedKVCacheWrapper)
-
-
-def compare_decode(bench: Bench, sink: Sink, name: str, wrapper: Callable[..., Any]) -> None:
-    """Measure a wrapper of FlashInfer beside our kernels; the figure is "failed" if their results differ."""
-    shape, label = bench.shape(name), f"decode attention of FlashInfer, {name}"
-    world = _world(bench, shape)
-    num_rows, num_blocks = world.cache.table_RB.shape
-    q_RHD, our_RHD = (_random(bench, num_rows, shape.num_heads, shape.head_dim) for _ in range(2))
-    their_RHD = torch.empty_like(our_RHD)
-    ours = _decode_launch(bench, shape, world, q_RHD, our_RHD)
-    run = wrapper(torch.zeros(WORKSPACE, dtype=torch.uint8, device=bench.device), "NHD", use_tensor_cores=True)
-    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=bench.device) * num_blocks
-    filled = torch.full_like(world.rows.length_R, world.length - (num_blocks - 1) * BLOCK)
-    sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, BLOCK)
-    run.plan(starts, world.cache.table_RB.flatten(), filled, *sizes, q_data_type=bench.dtype, kv_data_type=bench.dtype)
-    pages = tuple(one.unflatten(0, (-1, BLOCK)) for one in (world.cache.k_SJD, world.cache.v_SJD))
-
-    def theirs() -> None:
-        run.run(q_RHD, pages, out=their_RHD)
-
-    seconds = seconds_of(bench, theirs)
-    more = {"ours": 1e6 * seconds_of(bench, ours.run)}
-    difference = float((our_RHD.float() - their_RHD.float()).abs().max() / our_RHD.float().abs().max())
-    if not difference <= MOST_DIFFERENCE:
-        raise ValueError(f"its results differ by {difference:.2g} of the largest from ours")
-    if "bytes" in sink.ceilings:
-        more["of copy"] = ours.num_bytes / seconds / sink.ceilings["bytes"]
-    sink.add(label, 1e6 * seconds, "µs", **more)
 
 
 def _measure(bench: Bench, sink: Sink, name: str, found: Iterable[Launch]) -> None:
@@ -143,19 +97,15 @@ def _partials(bench: Bench, shape: Shape, num_rows: int, length: int) -> Partial
 
 def _decode(bench: Bench, shape: Shape) -> Iterator[Launch]:
     world = _world(bench, shape)
-    q_RHD, out_RHD = (_random(bench, len(world.rows.length_R), shape.num_heads, shape.head_dim) for _ in range(2))
-    yield _decode_launch(bench, shape, world, q_RHD, out_RHD)
-
-
-def _decode_launch(bench: Bench, shape: Shape, world: _World, q_RHD: Tensor, out_RHD: Tensor) -> Launch:
     num_rows = len(world.rows.length_R)
+    q_RHD, out_RHD = (_random(bench, num_rows, shape.num_heads, shape.head_dim) for _ in range(2))
     partials, last_R = _partials(bench, shape, num_rows, world.length), world.rows.length_R - 1
 
     def decode() -> None:
         bench.kernels.attend.attend_splits(partials, q_RHD, world.cache, world.rows, world.spec)
         bench.kernels.attend.merge_splits(out_RHD, partials, last_R, None)
 
-    return Launch(f"decode attention, {num_rows} x {world.length}", decode, num_rows * world.row_bytes)
+    yield Launch(f"decode attention, {num_rows} x {world.length}", decode, num_rows * world.row_bytes)
 
 
 def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:

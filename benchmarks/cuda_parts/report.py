@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import multiprocessing
 import time
 import traceback
@@ -23,6 +22,8 @@ from tests.cuda.plain import plain_kernels
 Figure = dict[str, Any]
 CEILINGS = {"GB/s": ("bytes", 1e9), "TFLOP/s": ("flops", 1e12)}
 """What the ceiling of a unit limits, and its value in units a second."""
+UNIT_SECONDS = 180.0
+"""Most seconds of a unit: a hang of one leaves time for the others."""
 FORK = multiprocessing.get_context("fork")
 """The modules are imported once, and no Python starts that would need PYTHONSAFEPATH. The first process may not use
 CUDA: its children could not."""
@@ -45,8 +46,6 @@ class Sink:
     connection: Connection
     ceilings: dict[str, float]
     """Bytes and floating-point operations a second, as far as they are known."""
-    deadline: float
-    """When this process will be killed, by `time.monotonic`."""
 
     def add(self, name: str, value: float | str, unit: str = "", **more: float | str) -> None:
         """Send a figure."""
@@ -120,6 +119,8 @@ def open_bench(*, is_dry: bool) -> Bench:
     if is_dry:
         torch.set_num_threads(1)
         return Bench(device=torch.device("cpu"), kernels=plain_kernels(), dtype=torch.float32, is_dry=True)
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch sees no CUDA device; --dry runs on a CPU")
     return Bench(device=torch.device("cuda"), kernels=triton_kernels(), dtype=torch.bfloat16, is_dry=False)
 
 
@@ -131,51 +132,32 @@ def _child(unit: Unit, sink: Sink, *, is_dry: bool) -> None:
         sink.fail(unit.name or unit.section, error)
 
 
-def run_unit(unit: Unit, report: Report, deadline: float, most_s: float = math.inf) -> None:
-    """Measure a unit in a new process, which is killed at the deadline, or after `most_s` seconds if that is sooner."""
-    label, now = unit.name or unit.section, time.monotonic()
-    if now >= deadline:
-        report.add(note(unit.section, label, "skipped: no time is left"))
+def run_unit(unit: Unit, report: Report, deadline: float) -> None:
+    """Measure a unit in a new process, which is killed at the deadline, or after `UNIT_SECONDS` if that is sooner."""
+    left = min(deadline - time.monotonic(), UNIT_SECONDS)
+    if left <= 0:
+        report.add(note(unit, "skipped: no time is left"))
         return
-    late = "no time is left" if deadline <= now + most_s else f"{most_s:g} s are too long"
-    deadline = min(deadline, now + most_s)
+    ends = time.monotonic() + left
     reader, writer = FORK.Pipe(duplex=False)
-    sink = Sink(unit.section, writer, report.ceilings, deadline)
+    sink = Sink(unit.section, writer, report.ceilings)
     process = FORK.Process(target=_child, args=(unit, sink), kwargs={"is_dry": report.is_dry})
     process.start()
     writer.close()
     try:
-        while reader.poll(max(0.0, deadline - time.monotonic())):
+        while reader.poll(max(0.0, ends - time.monotonic())):
             report.add(reader.recv())
         process.kill()
-        report.add(note(unit.section, label, f"stopped: {late}"))
+        report.add(note(unit, f"stopped after {left:.0f} s"))
     except EOFError:  # the process has ended
         process.join()
         if process.exitcode:
-            report.add(note(unit.section, label, f"failed: the process ended with {process.exitcode}"))
+            report.add(note(unit, f"failed: the process ended with {process.exitcode}"))
     finally:
         reader.close()
         process.join()
 
 
-def note(section: str, name: str, text: str) -> Figure:
+def note(unit: Unit, text: str) -> Figure:
     """Return a figure without a number."""
-    return {"section": section, "name": name, "value": text, "unit": ""}
-
-
-def device_name() -> str | None:
-    """Return the name of the CUDA device, found in another process; None if there is none."""
-    reader, writer = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=_send_name, args=(writer,))
-    process.start()
-    writer.close()
-    try:
-        name = reader.recv()
-    except EOFError:
-        name = None
-    process.join()
-    return name if isinstance(name, str) else None
-
-
-def _send_name(writer: Connection) -> None:
-    writer.send(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    return {"section": unit.section, "name": unit.name or unit.section, "value": text, "unit": ""}

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from benchmarks.cuda_parts import engines
-from benchmarks.cuda_parts.device_tests import sanitize, tests
-from benchmarks.cuda_parts.kernels import flashinfer, kernels
+from benchmarks.cuda_parts.kernels import kernels
 from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
-from benchmarks.cuda_parts.report import Report, Sink, Unit, device_name, run_unit
-from benchmarks.cuda_parts.timing import seconds_of, seconds_of_large
+from benchmarks.cuda_parts.report import Report, Sink, Unit, run_unit
+from benchmarks.cuda_parts.timing import seconds_of
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.executors.opening import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
-SECTIONS = ("ceilings", "engine", "kernels", "profile", "tests", "flashinfer")
-UNIT_SECONDS = 180.0
-"""Most seconds of a unit but the last: a hang of one leaves time for the others."""
+SECTIONS = ("ceilings", "engine", "kernels", "profile")
 MOST_LISTED = 10
 
 
 def ceilings(bench: Bench, sink: Sink) -> None:
-    """Measure the copy and the product that everything else is compared with."""
+    """Name the device; measure the copy and the product that everything else is compared with."""
+    sink.add("device", "CPU" if bench.is_dry else torch.cuda.get_device_name())
     source = torch.zeros(bench.sized(1 << 30, 1 << 20), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    rate = 2 * source.numel() / seconds_of_large(bench, lambda: target.copy_(source))
+    rate = 2 * source.numel() / seconds_of(bench, lambda: target.copy_(source), is_long=True)
     sink.add("copy", rate / 1e9, "GB/s")
     size = bench.sized(8192, 64)
     a, b = (torch.randn(size, size, device=bench.device).to(bench.dtype) for _ in range(2))
@@ -42,10 +39,10 @@ def ceilings(bench: Bench, sink: Sink) -> None:
     sink.add("start of a graph with one small launch", 1e6 * seconds_of(bench, one.zero_), "µs")
 
 
-def profile(bench: Bench, sink: Sink, model: str) -> None:
+def profile(bench: Bench, sink: Sink, name: str) -> None:
     """List the kernels of a decode step by time: of one window, divided by its steps."""
     num_rows = bench.sized(256, 4)
-    with open_random(bench, model) as engine:
+    with open_random(bench, name) as engine:
         _decode(bench, engine, num_rows)
         started = time.perf_counter()
         engine.tick()
@@ -56,15 +53,15 @@ def profile(bench: Bench, sink: Sink, model: str) -> None:
     if not total:
         raise RuntimeError("the profiler saw no kernel")
 
-    def add(name: str, seconds: float) -> None:
-        sink.add(f"{name}, {model}", 1e6 * seconds / num_steps, "µs a step", share=seconds / total)
+    def add(kernel: str, seconds: float) -> None:
+        sink.add(f"{kernel}, {name}", 1e6 * seconds / num_steps, "µs a step", share=seconds / total)
 
-    sink.add(f"a step of {num_rows} rows without the profiler, {model}", 1e6 * window / num_steps, "µs a step")
+    sink.add(f"a step of {num_rows} rows without the profiler, {name}", 1e6 * window / num_steps, "µs a step")
     add("all kernels", total)
-    for name in sorted(times, key=lambda one: -times[one])[:MOST_LISTED]:
-        add(name[:46], times[name])
+    for kernel in sorted(times, key=lambda one: -times[one])[:MOST_LISTED]:
+        add(kernel[:46], times[kernel])
     ours = _own_kernels(bench)
-    other = sum(value for name, value in times.items() if name not in ours and not _is_product(name))
+    other = sum(value for kernel, value in times.items() if kernel not in ours and not _is_product(kernel))
     add("neither a Triton kernel of ours nor a product", other)
 
 
@@ -110,45 +107,28 @@ def _is_product(name: str) -> bool:
 def units(is_dry: bool) -> Iterator[Unit]:
     """Yield what to measure, the most important first."""
     yield Unit("ceilings", "", ceilings)
-    yield Unit("engine", FIRST, of(partial(engines.model, has_update=True), FIRST))
-    yield Unit("engine", f"groups of {FIRST}", of(engines.groups, FIRST))
+    yield Unit("engine", FIRST, partial(engines.model, name=FIRST, has_update=True))
+    yield Unit("engine", f"groups of {FIRST}", partial(engines.groups, name=FIRST))
     for name in OTHERS:
-        yield Unit("engine", name, of(engines.model, name))
-    shown = [FIRST] if is_dry else SHAPES
-    for name in shown:
-        yield Unit("kernels", name, of(kernels, name))
-    for name in shown:
-        yield Unit("profile", name, of(profile, name))
-    yield Unit("tests", "", tests)
-    yield Unit("tests", "compute-sanitizer", sanitize)
-    for name in shown:  # last: it may compile for minutes
-        yield Unit("flashinfer", name, of(flashinfer, name))
-
-
-def of(measure: Callable[[Bench, Sink, str], None], name: str) -> Callable[[Bench, Sink], None]:
-    """Return the measurement of one model."""
-    return lambda bench, sink: measure(bench, sink, name)
+        yield Unit("engine", name, partial(engines.model, name=name))
+    for section, measure in (("kernels", kernels), ("profile", profile)):
+        for name in [FIRST] if is_dry else SHAPES:
+            yield Unit(section, name, partial(measure, name=name))
 
 
 def run_sections(given: argparse.Namespace) -> int:
     """Run the sections that the options of benchmarks/cuda.py name; return 1 if something failed."""
     started = time.monotonic()
-    names = given.only.split(",") if given.only else list(SECTIONS)
+    names = given.only.split(",") if given.only else SECTIONS
     for name in names:
         if name not in SECTIONS:
             raise SystemExit(f"--only: there is no section {name}; there are {', '.join(SECTIONS)}")
     if given.model not in ("", *SHAPES):
         raise SystemExit(f"--model: there is no model {given.model}; there are {', '.join(SHAPES)}")
-    device = "CPU" if given.dry else device_name()
-    if device is None:
-        raise SystemExit("torch sees no CUDA device; --dry runs on a CPU")
-    known = {"device": device, "torch": torch.__version__, "sections": [one for one in SECTIONS if one in names]}
-    report = Report(given.dry, given.out, known)
-    print(f"{device}, torch {torch.__version__}", flush=True)
+    report = Report(given.dry, given.out, {"torch": torch.__version__, "sections": list(names)})
     for unit in units(given.dry):
-        is_of_model = given.model in unit.name or not any(model in unit.name for model in SHAPES)
+        is_of_model = given.model in unit.name or not unit.name
         if unit.section in names and is_of_model:
-            most_s = math.inf if unit.section == "tests" else UNIT_SECONDS
-            run_unit(unit, report, started + given.seconds, most_s)
+            run_unit(unit, report, started + given.seconds)
     print(f"{time.monotonic() - started:.0f} s")
     return int(report.has_failed)
