@@ -2,16 +2,16 @@
 
     python benchmarks/compare.py                               # this engine and Transformers
     python benchmarks/compare.py --vllm-python VENV/bin/python --openvino-python VENV/bin/python \\
-        --llama-server BUILD/bin/llama-server --llama-models DIRECTORY --repeat 3 --chart peers.png
-    python benchmarks/compare.py --workloads rollout,serve --engines nano,openvino --json result.json --markdown
+        --llama-server BUILD/bin/llama-server --llama-models DIRECTORY --repeat 3
+    python benchmarks/compare.py --workloads rollout,serve --engines nano,openvino
 
 Each engine is a process with its own environment. Engines take turns, and all others are stopped meanwhile, so a drift
 of the machine's speed affects all equally. Each engine runs every workload once; then this engine and the fastest peers
-(in floating point, and of any precision) repeat it `--repeat` times, as does a peer that becomes the fastest. A peer
-with fewer results (no log-probabilities in `rollout`) is shown but not compared. `serve` is 32 streaming chats of 64
-tokens over HTTP; `serve ready` is the time from the start of the process to the first 200 of /health, and a server that
-is ready within 15 s is restarted for each turn. A peer that ends, or hangs for `--limit` seconds, has an error instead
-of a figure; its output is in the file named. Prints rows, ratios and one line of JSON.
+(in floating point, and of any precision) repeat it `--repeat` times, as does a peer that becomes the fastest. `serve`:
+32 streaming chats of 64 tokens over HTTP; `serve ready` is the time from the start of the process to the first 200 of
+/health, and a server that is ready within 15 s is restarted for each turn. A peer that ends, or hangs for `--limit`
+seconds, has an error instead of a figure; its output is in the file named. Prints rows, a Markdown table with ratios to
+the fastest peers, and one line of JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import processor
-from peers import chat_servers, report, worker
+from peers import chat_servers, report
 from peers.chat_servers import ChatServer
+from peers.process import Worker, start_worker
 from peers.report import Cells
 from peers.roster import Plan, add_flags, plan_all
-from peers.worker import Worker
 from workloads import WORKLOADS, Workload
 
 WARM_UP_REPETITION = 99
@@ -75,35 +75,26 @@ def in_turns(plans: list[Plan], tables: Sequence[str], turn: Turn, repeat: int) 
         for plan in again:
             take(plan)
     for name, cells in table.items():
-        report.print_cells(name, cells, plans)
+        report.print_cells(name, cells)
     return table
 
 
 @dataclass
 class Workers:
-    """Owns a worker for each plan; one that ended starts again for the next workload, one that hung does not."""
+    """Owns a worker for each plan; one that ended starts again for the next workload."""
 
     start: Callable[[Plan], Worker]
     """Raises `RuntimeError` or `OSError`."""
     running: dict[str, Worker] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    """Why a worker is not started again."""
 
     def turn(self, plan: Plan, name: str, repetition: int) -> Figures:
-        """Run a workload on a plan's worker. Raises `RuntimeError` if there is none or it fails."""
-        make = WORKLOADS[name]
-        before = self.running.get(plan.name)
-        is_due = repetition == 0 and (before is None or not (before.is_alive or before.has_hung))
-        if is_due and plan.name not in self.refused:
-            try:
-                self.running[plan.name] = self.start(plan)
-            except (RuntimeError, OSError) as error:
-                self.refused[plan.name] = f"it does not start: {error}"
-        if plan.name in self.refused:
-            raise RuntimeError(self.refused[plan.name])
+        """Run a workload on a plan's worker. Raises `RuntimeError` or `OSError` if there is none or it fails."""
+        make, worker = WORKLOADS[name], self.running.get(plan.name)
+        if worker is None or (repetition == 0 and not worker.is_alive):
+            worker = self.running[plan.name] = self.start(plan)
         if repetition == 0:  # engines prepare themselves for a kind of work when they first get it
-            self.running[plan.name].ask(short(make(WARM_UP_REPETITION)))
-        return {name: self.running[plan.name].ask(make(repetition)).headline(name)}
+            worker.ask(short(make(WARM_UP_REPETITION)))
+        return {name: worker.ask(make(repetition)).headline(name)}
 
 
 def short(workload: Workload) -> Workload:
@@ -150,28 +141,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     def log(name: str) -> Path:
         return logs / (re.sub(r"[^A-Za-z0-9.]+", "-", name) + ".log")
 
-    workers = Workers(lambda plan: worker.start(plan, arguments.threads, log(plan.name), limit))
+    workers = Workers(lambda plan: start_worker(plan, arguments.threads, log(plan.name), limit))
     servers = Servers(lambda plan: chat_servers.start(plan, log(f"{plan.name} server"), limit))
     table: dict[str, Cells] = {}
     try:
         for name in (name for name in WORKLOADS if name in names):
-            able = [plan for plan in plans if plan.takes(name)]
             turn: Turn = lambda plan, number, name=name: workers.turn(plan, name, number)  # noqa: E731
-            table |= in_turns(able, [name], turn, arguments.repeat)
+            table |= in_turns(plans, [name], turn, arguments.repeat)
         for one in workers.running.values():
             one.end()
         if "serve" in names:
-            able = [plan for plan in plans if plan.takes("serve")]
-            table |= in_turns(able, SERVE_TABLES, servers.turn, arguments.repeat)
+            table |= in_turns([plan for plan in plans if plan.server], SERVE_TABLES, servers.turn, arguments.repeat)
     finally:
         for peer in (*workers.running.values(), *servers.running.values()):
             peer.end()
     ratios = report.ratios(table, plans)
-    report.print_ratios(ratios)
-    if arguments.markdown:
-        print(f"\n{report.markdown(table, plans)}\n")
-    if arguments.chart:
-        report.draw(table, plans, arguments.chart)
+    print(f"\n{report.markdown(ratios, [plan.name for plan in plans if plan.is_ours])}\n")
     return {
         "processor": processor(),
         "threads": arguments.threads,
@@ -189,17 +174,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which a start or a turn is given up")
-    parser.add_argument(
-        "--chart", type=Path, help="file for a chart (needs matplotlib); a second one is for dark pages"
-    )
-    parser.add_argument("--json", type=Path, help="file for the result, beside the last line")
-    parser.add_argument("--markdown", action="store_true", help="print a table for a page")
     add_flags(parser)
-    arguments = parser.parse_args()
-    output = json.dumps(run(arguments))
-    if arguments.json:
-        arguments.json.write_text(output + "\n")
-    print(output)
+    print(json.dumps(run(parser.parse_args())))
 
 
 if __name__ == "__main__":

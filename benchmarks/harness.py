@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import platform
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from nano_inference import InferenceEngine
 
@@ -90,3 +93,20 @@ def serving(model: str, words: Sequence[str]) -> Iterator[tuple[int, float]]:
             raise SystemExit("the server did not start")
         finally:
             process.terminate()
+
+
+async def events(port: int, path: str, asked: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a streamed reply. A cheap client, because it runs on the server's cores."""
+    body = json.dumps(asked).encode()
+    headers = ("host: 127.0.0.1", "content-type: application/json", f"content-length: {len(body)}", "connection: close")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write("\r\n".join((f"POST {path} HTTP/1.1", *headers, "", "")).encode() + body)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"the server answered {status!r}")
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+    finally:
+        writer.close()

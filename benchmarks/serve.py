@@ -17,7 +17,7 @@ import statistics
 import time
 from itertools import pairwise
 
-from harness import alternate, options, percentile, print_row, random_ids, serving
+from harness import alternate, events, options, percentile, print_row, random_ids, serving
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 
@@ -43,15 +43,12 @@ def in_process(engine: InferenceEngine, prompts: list[list[int]], num_tokens: in
 async def one_stream(port: int, prompt: list[int], num_tokens: int) -> list[float]:
     """Ask for one stream and return when its tokens came."""
     fixed = {"ignore_eos": True, "seed": 1, "stream": True, "return_token_ids": True}
-    body = json.dumps({"prompt": prompt, "max_tokens": num_tokens, **fixed}).encode()
-    headers = ("host: 127.0.0.1", "content-type: application/json", f"content-length: {len(body)}", "connection: close")
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write("\r\n".join(("POST /v1/completions HTTP/1.1", *headers, "", "")).encode() + body)
-    stamps: list[float] = []
-    while line := await reader.readline():
-        if line.startswith(b"data: {") and b'"token_ids":[' in line.replace(b'"prompt_token_ids"', b""):
-            stamps.append(time.perf_counter())
-    writer.close()
+    asked = {"prompt": prompt, "max_tokens": num_tokens, **fixed}
+    stamps = [
+        time.perf_counter()
+        async for event in events(port, "/v1/completions", asked)
+        if any(choice.get("token_ids") for choice in event["choices"])
+    ]
     assert len(stamps) == num_tokens, f"{len(stamps)} tokens of {num_tokens}"
     return stamps
 

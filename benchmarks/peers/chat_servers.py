@@ -1,7 +1,4 @@
-"""The `serve` workload: concurrent streaming chats over HTTP against a server of each engine.
-
-Uses the standard library only: a cheap client, because it runs on the server's cores.
-"""
+"""The `serve` workload: concurrent streaming chats over HTTP against a server of each engine."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import events
 from peers.process import Peer, launch
 from peers.roster import Plan
 
@@ -78,7 +76,7 @@ class ChatServer(Peer):
         except TimeoutError:
             self.end()
             raise self.failure(f"chats not answered after {self.limit:.0f} s") from None
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise self.failure(f"{type(error).__name__}: {error}") from None
 
     def warm_up(self) -> None:
@@ -122,24 +120,11 @@ async def _chat(server: ChatServer, prompt: str, tokens: int) -> tuple[float, in
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body = json.dumps(asked).encode()
-    headers = ("host: 127.0.0.1", "content-type: application/json", f"content-length: {len(body)}", "connection: close")
-    started = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    first, count = 0.0, 0
-    try:
-        writer.write("\r\n".join(("POST /v1/chat/completions HTTP/1.1", *headers, "", "")).encode() + body)
-        status = await reader.readline()
-        if b" 200 " not in status:
-            raise server.failure(f"the server answered {status!r}")
-        while line := await reader.readline():
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if not first and any(choice["delta"].get("content") for choice in event["choices"]):
-                    first = time.perf_counter() - started
-                count = (event.get("usage") or {}).get("completion_tokens", count)
-    finally:
-        writer.close()
+    started, first, count = time.perf_counter(), 0.0, 0
+    async for event in events(server.port, "/v1/chat/completions", asked):
+        if not first and any(choice["delta"].get("content") for choice in event["choices"]):
+            first = time.perf_counter() - started
+        count = (event.get("usage") or {}).get("completion_tokens", count)
     if not first:
-        raise server.failure("no words came")
+        raise ValueError("no words came")
     return first, count

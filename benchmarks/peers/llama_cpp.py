@@ -1,7 +1,7 @@
-"""llama.cpp's server as a worker, over loopback HTTP: llama_cpp.py MODEL.gguf THREADS LLAMA-SERVER [plain].
+"""llama.cpp's server as a worker, over loopback HTTP: llama_cpp.py MODEL.gguf THREADS LLAMA-SERVER.
 
 One server has one slot, another 64; samples of one prompt are asked for together (`n_cmpl`), so that their prompt is
-computed once. `plain` omits log-probabilities, to measure their cost.
+computed once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def complete(port: int, request: Request, seed: int) -> tuple[float | None, int]
         "cache_prompt": True,
         "seed": seed,
         "return_tokens": True,
-        "n_probs": 1 if sampled and "plain" not in sys.argv[4:] else 0,
+        "n_probs": int(sampled),
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})

@@ -28,15 +28,7 @@ class Plan:
     """float: floating-point arithmetic on the weights as they come; quantised: on weights and activations rounded to 8
     bits or fewer."""
     is_ours: bool = False
-    only: tuple[str, ...] = ()
-    """Workloads it takes part in; empty: all."""
-    lacks: tuple[str, ...] = ()
-    """Workloads of which it does less than is asked: shown, and never the fastest peer."""
     environment: dict[str, str] = field(default_factory=dict)
-
-    def takes(self, workload: str) -> bool:
-        """Say whether it runs a workload."""
-        return workload in self.only if self.only else workload != "serve" or bool(self.server)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +60,8 @@ def plans_for(arguments: argparse.Namespace, gguf: Path, float32: Path) -> list[
         kind = path.suffixes[-2][1:].lower()
         models |= {kind: str(path)} if kind in ("f32", "f16", "q8_0") else {}
     plans = [_ours(row, directory, threads) for row in arguments.ours.split(",") if row]
-    for name, script in (("generate", "transformers_generate.py"), ("cb", "transformers_cb.py")):
-        command = (sys.executable, str(HERE / script), directory, threads)
-        plans.append(Plan(name=f"transformers {name} float32", worker=command))
+    command = (sys.executable, str(HERE / "transformers_generate.py"), directory, threads)
+    plans.append(Plan(name="transformers generate float32", worker=command))
     if arguments.vllm_python:
         plans.append(_vllm(arguments.vllm_python, directory, threads))
     if arguments.openvino_python:
@@ -85,7 +76,7 @@ def plans_for(arguments: argparse.Namespace, gguf: Path, float32: Path) -> list[
         ]
     if arguments.llama_server:
         for kind in ("f32", "q8_0", "q4_1"):
-            plans += _llama(arguments.llama_server, kind, models[kind], threads) if kind in models else []
+            plans += [_llama(arguments.llama_server, kind, models[kind], threads)] if kind in models else []
     return plans
 
 
@@ -151,23 +142,12 @@ def _vllm(python: str, directory: str, threads: str) -> Plan:
     )
 
 
-def _llama(server: str, kind: str, model: str, threads: str) -> list[Plan]:
-    """Plan llama.cpp, and a row without log-probabilities for the workload that asks for them."""
-    worker = (sys.executable, str(HERE / "llama_cpp.py"), model, threads, server)
+def _llama(server: str, kind: str, model: str, threads: str) -> Plan:
     # 32 slots of 512 tokens: a slot for each chat.
     options = ("-np", "32", "-c", "16384", "-fa", "on", "--cache-ram", "0", "--no-webui", "-t", threads, "-tb", threads)
-    precision = FLOAT if kind == "f32" else QUANTISED
-    full = Plan(
+    return Plan(
         name=f"llama.cpp {kind}",
-        worker=worker,
+        worker=(sys.executable, str(HERE / "llama_cpp.py"), model, threads, server),
         server=(server, "-m", model, "--host", "127.0.0.1", "--port", "{port}", *options),
-        precision=precision,
+        precision=FLOAT if kind == "f32" else QUANTISED,
     )
-    plain = Plan(
-        name=f"llama.cpp {kind} no logprobs",
-        worker=(*worker, "plain"),
-        precision=precision,
-        only=("rollout",),
-        lacks=("rollout",),
-    )
-    return [full, plain]
