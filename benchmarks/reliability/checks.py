@@ -1,11 +1,11 @@
-"""Check a server's reliability on real processes: what needs time, load, memory, signals or hundreds of sockets.
+"""Check a server's reliability on real processes: what needs time, load, memory or hundreds of sockets.
 
     python benchmarks/reliability/checks.py [--only R2,R3] [--slow] [--minutes 30]
 
-Starts `nano-inference serve` on 127.0.0.1 (2048 tokens of context, 8 samples at once, a KV cache of 8192 tokens) and
-subjects it to clients, clocks and signals. Prints one line per check: the action, the figures, the limit, and whether
-it was met; the last line is one JSON object. Exit status 1 if a check fails. Without --slow the counts are small and
-the soak, R40, is omitted unless --only names it. Linux only.
+Serves the default model on 127.0.0.1 (2048 tokens of context, 8 samples at once, a KV cache of 8192 tokens) and
+subjects it to clients and clocks. Prints one line per check: the action, the figures, the limit, and whether it was
+met; the last line is one JSON object. Exit status 1 if a check fails. Without --slow the counts are small and the soak,
+R40, is omitted unless --only names it. Linux only.
 """
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import clients
-import failures
-import lifecycle
 import load
 import soak
 from lab import Finding, Lab
 
 Check = Callable[[Lab], Awaitable[Finding]]
-CHECKS: dict[str, Check] = {
-    one.__name__.upper(): one for one in (*lifecycle.CHECKS, *clients.CHECKS, *load.CHECKS, *failures.CHECKS, soak.r40)
-}
+CHECKS: dict[str, Check] = {one.__name__.upper(): one for one in (*clients.CHECKS, *load.CHECKS, soak.r40)}
 """By name; a check's docstring is "what is done: the limit"."""
 
 
@@ -61,18 +57,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="checks to run, such as R2,R3")
     parser.add_argument("--slow", action="store_true", help="full counts, and the soak")
     parser.add_argument("--minutes", type=float, default=30.0, help="length of the soak, R40")
-    parser.add_argument("--model", default="default", help="the model to serve")
-    parser.add_argument("--token-bytes", type=int, default=46080, help="bytes of K/V of one token of that model")
-    parser.add_argument("--threads", type=int, help="CPU threads of the server")
     given = parser.parse_args()
     names = given.only.upper().split(",") if given.only else [name for name in CHECKS if given.slow or name != "R40"]
     if unknown := set(names) - set(CHECKS):
         parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     with tempfile.TemporaryDirectory() as scratch:
-        lab = Lab(Path(scratch), given.model, given.token_bytes, given.threads, given.slow, given.minutes)
+        lab = Lab(Path(scratch), given.slow, given.minutes)
         rows = asyncio.run(run_all(lab, names))
     missed = [name for name, row in rows.items() if not row["ok"]]
-    print(json.dumps({"missed": missed, "is_slow": given.slow, "model": given.model, "checks": rows}))
+    print(json.dumps({"missed": missed, "is_slow": given.slow, "checks": rows}))
     return 1 if missed else 0
 
 

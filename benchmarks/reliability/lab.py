@@ -6,30 +6,33 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import re
-import signal
 import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from harness import percentile, random_ids
+
 JSON = dict[str, Any]
 Finding = tuple[JSON, bool]
 """A check's figures, and whether its limits were met."""
 COMPLETIONS = "/v1/completions"
+NOTHING = (0, 0, 0)
+"""What an idle server holds: running and waiting samples, KV cache."""
 WAIT_S = 600.0
 """Longest wait for anything; a check that needs it has failed."""
 LONG_PROMPT = 1500
+TOKEN_BYTES = 46_080
+"""Of the KV cache of the default model."""
 MIB = 1 << 20
-INNARDS = re.compile(r"0x[0-9a-fA-F]{4,}|/(?:usr|home|root)/|site-packages|\.py\b|Traceback")
-"""What errors must not reveal."""
 
 
 class Closed(Exception):
@@ -54,29 +57,16 @@ class Reply:
 class Stream:
     """A streamed answer."""
 
-    tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     """When each event with tokens came."""
-    finish_reason: str | None = None
     error: JSON | None = None
     is_done: bool = False
     """[DONE] came; if not, the connection was cut."""
-    ended: float = 0.0
 
     @property
     def gaps(self) -> list[float]:
         """Seconds between its events."""
         return [b - a for a, b in itertools.pairwise(self.times)]
-
-    def take(self, event: JSON) -> None:
-        """Add an event."""
-        self.is_done |= bool(event.get("done"))
-        self.error = event.get("error", self.error)
-        for choice in event.get("choices", ()):
-            if choice.get("token_ids"):
-                self.tokens += choice["token_ids"]
-                self.times.append(time.monotonic())
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
 class Wire:
@@ -101,9 +91,9 @@ class Wire:
         await self.writer.drain()
 
     async def request(self, path: str, body: object = None, headers: Iterable[str] = ()) -> None:
-        """Send a request: a POST with a JSON body, or a GET; bytes are sent as they are."""
+        """Send a request: a POST with a JSON body, or a GET."""
         lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: 127.0.0.1", *headers]
-        data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = b"" if body is None else json.dumps(body).encode()
         lines += [] if body is None else ["content-type: application/json", f"content-length: {len(data)}"]
         await self.send("\r\n".join([*lines, "", ""]).encode() + data)
 
@@ -186,22 +176,12 @@ class Server:
         """Wait until connections are accepted."""
         self.port = int((await self.line(r"listening on http://[^,]*:(\d+)[,/]"))[1])
 
-    async def ready(self) -> None:
-        """Wait until the model is loaded."""
-        await self.listening()
-        await self.line(r"^ready: ")
-
-    async def exit(self, timeout: float = 60.0) -> int:
-        """Wait for the exit code. Raises `TimeoutError`."""
-        async with asyncio.timeout(timeout):
-            code = await self.process.wait()
-            await self._reading
-        return code
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless the process has ended."""
+    async def end(self) -> None:
+        """Kill the process, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            self.process.kill()
+        await self.process.wait()
+        await self._reading
 
     def log(self) -> list[JSON]:
         """Return the log's lines of requests so far."""
@@ -219,22 +199,20 @@ class Server:
                 wire.close()
         return Reply(reply.status, reply.headers, reply.body, time.monotonic() - began)
 
-    async def stream(
-        self, body: JSON, headers: Iterable[str] = (), on_token: Callable[[Stream], object] = lambda _: None
-    ) -> Stream:
-        """Read a streamed completion to its end. Raises `RuntimeError` if it is refused."""
-        out, wire = Stream(), await Wire.open(self.port)
+    async def stream(self, body: JSON, headers: Iterable[str] = (), out: Stream | None = None) -> Stream:
+        """Read a streamed completion to its end, into `out`. Raises `RuntimeError` if it is refused."""
+        out, wire = Stream() if out is None else out, await Wire.open(self.port)
         try:
             async with asyncio.timeout(WAIT_S):
                 await wire.request(COMPLETIONS, {**body, "stream": True, "return_token_ids": True}, headers)
                 async for event in wire.events():
-                    out.take(event)
-                    if out.times:
-                        on_token(out)
+                    out.is_done |= bool(event.get("done"))
+                    out.error = event.get("error", out.error)
+                    if any(choice.get("token_ids") for choice in event.get("choices", ())):
+                        out.times.append(time.monotonic())
         except Closed:
             pass
         finally:
-            out.ended = time.monotonic()
             wire.close()
         return out
 
@@ -264,7 +242,7 @@ class Server:
         return tuple([await self.metric(f"vllm:{name}") for name in names])
 
     def memory(self, name: str = "VmRSS") -> int:
-        """Return a size of the process in bytes: VmRSS, VmSize, VmHWM (the peak since `forget_peak`)."""
+        """Return a size of the process in bytes: VmRSS, or VmHWM (the peak since `forget_peak`)."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(rf"(?m)^{name}:\s+(\d+) kB$", text)[0]) * 1024
 
@@ -282,13 +260,8 @@ class Lab:
     """Settings of a run, and the server that checks share."""
 
     scratch: Path
-    model: str
-    token_bytes: int
-    """Bytes of K/V of one token of the model."""
-    threads: int | None
     is_slow: bool
     minutes: float
-    vocab_size: int = 0
     random: random.Random = field(default_factory=lambda: random.Random(7))
     _shared: Server | None = None
 
@@ -297,51 +270,37 @@ class Lab:
         return full if self.is_slow else quick
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """Return random token ids, never the same twice; none of them is a special token."""
-        low, high = self.vocab_size // 10, self.vocab_size * 9 // 10
-        return [self.random.randrange(low, high) for _ in range(num_tokens)]
+        """Return random token ids, never the same twice."""
+        return random_ids(self.random, num_tokens)
 
-    async def launch(self, options: Mapping[str, str], fault: str = "", env: Mapping[str, str] | None = None) -> Server:
-        """Start a server process; `options` replace the usual ones, `fault` is one of faulty.py's."""
-        usual = {"--port": "0", "--model": self.model, "--max-model-len": "2048", "--max-batch-size": "8"}
-        usual["--kv-cache-bytes"] = str(8192 * self.token_bytes)
-        usual |= {} if self.threads is None else {"--num-threads": str(self.threads)}
-        start = [str(Path(__file__).with_name("faulty.py")), fault] if fault else ["-m", "nano_inference"]
-        words = ["-P", *start, "serve", *itertools.chain(*(usual | dict(options)).items())]
+    async def launch(self, options: Mapping[str, str]) -> Server:
+        """Start a server process; `options` replace the usual ones, and a switch has the value ""."""
+        usual = {"--port": "0", "--model": "default", "--max-model-len": "2048", "--max-batch-size": "8"}
+        usual["--kv-cache-bytes"] = str(8192 * TOKEN_BYTES)
+        words = [word for pair in (usual | dict(options)).items() for word in pair if word]
+        command = (sys.executable, "-P", "-m", "nano_inference", "serve", *words)
         began, none, pipe = time.monotonic(), asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, *words, stdin=none, stdout=none, stderr=pipe, limit=1 << 20, env=env or os.environ
-        )
+        process = await asyncio.create_subprocess_exec(*command, stdin=none, stdout=none, stderr=pipe, limit=1 << 20)
         return Server(process, began)
 
     @asynccontextmanager
-    async def server(
-        self,
-        options: Mapping[str, str] | None = None,
-        *,
-        fault: str = "",
-        waits: bool = True,
-        env: Mapping[str, str] | None = None,
-        key: str = "",
-    ) -> AsyncIterator[Server]:
-        """A server of its own, killed when the block ends; `waits` until it is ready."""
-        server = await self.launch(options or {}, fault, env)
+    async def server(self, options: Mapping[str, str] | None = None, *, is_ready: bool = True) -> AsyncIterator[Server]:
+        """A server of its own, killed when the block ends; it begins when the server listens, or `is_ready`."""
+        server = await self.launch(options or {})
         try:
-            if waits:
-                await server.ready()
-                headers = [f"authorization: Bearer {key}"] if key else []
-                self.vocab_size = (await server.ask("/tokenizer_info", None, headers)).json["model_vocab_size"]
+            await server.listening()
+            if is_ready:
+                await server.line(r"^ready: ")
             yield server
         finally:
-            server.signal(signal.SIGKILL)
-            await server.exit()
+            await server.end()
 
     async def shared(self) -> Server:
         """Return the idle server with the usual options; a new one if it has ended."""
         if self._shared is None or self._shared.process.returncode is not None:
             self._shared = await self.launch({})
-            await self._shared.ready()
-            self.vocab_size = (await self._shared.ask("/tokenizer_info")).json["model_vocab_size"]
+            await self._shared.listening()
+            await self._shared.line(r"^ready: ")
             await self._shared.ask(COMPLETIONS, greedy(self.prompt(64), 8))
         await self._shared.until_load()
         return self._shared
@@ -349,14 +308,13 @@ class Lab:
     async def drop(self) -> None:
         """End the shared server."""
         if self._shared is not None:
-            self._shared.signal(signal.SIGKILL)
-            await self._shared.exit()
+            await self._shared.end()
         self._shared = None
 
-    async def fill(self, server: Server, count: int = 8, max_tokens: int = 1900) -> list[asyncio.Task[Stream]]:
-        """Start streams, and wait until all of them run."""
-        tasks = [asyncio.create_task(server.stream(greedy(self.prompt(10), max_tokens))) for _ in range(count)]
-        await server.until_load((count, count, 0))
+    async def fill(self, server: Server) -> list[asyncio.Task[Stream]]:
+        """Start eight streams, and wait until all of them run."""
+        tasks = [asyncio.create_task(server.stream(greedy(self.prompt(10), 1900))) for _ in range(8)]
+        await server.until_load((8, 8, 0))
         return tasks
 
 
@@ -413,9 +371,9 @@ def greedy(prompt: Sequence[int], max_tokens: int) -> JSON:
 
 
 def quantile(values: Iterable[float], part: float) -> float:
-    """Return the value that this part of them does not exceed; NaN of nothing."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else float("nan")
+    """Return the value below which this part of them lies; NaN of nothing."""
+    found = list(values)
+    return percentile(found, part) if found else float("nan")
 
 
 def ms(seconds: float) -> float:

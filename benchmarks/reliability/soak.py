@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
 import time
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from clients import impatient
-from lab import COMPLETIONS, JSON, Closed, Finding, Lab, Server, greedy, megabytes
+from lab import COMPLETIONS, JSON, NOTHING, Closed, Finding, Lab, Server, greedy, megabytes
 
 RATE = 4.0
 """Requests a second."""
@@ -40,10 +39,7 @@ class Diary:
 
     ends: Counter[str] = field(default_factory=Counter)
     rss: list[tuple[float, int]] = field(default_factory=list)
-    virtual: list[tuple[float, int]] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
-    asleep: list[int] = field(default_factory=list)
-    """Resident bytes while the memory of the KV cache was given back."""
     is_whole: bool = True
     """The KV cache has its memory: only then is memory compared."""
 
@@ -87,7 +83,6 @@ async def take_turn(server: Server, diary: Diary, turn: int) -> None:
         diary.ends["2xx of the trainer" if reply.status == 200 else f"{path} {reply.status}"] += 1
         if path.startswith(("/sleep", "/release", "/pause")):
             await asyncio.sleep(ASLEEP_S)
-            diary.asleep += [] if "pause" in path else [server.memory()]
 
 
 async def warm_up(lab: Lab, server: Server, diary: Diary) -> None:
@@ -128,8 +123,7 @@ def growth(points: list[tuple[float, int]], since: float) -> float:
 async def r40(lab: Lab) -> Finding:
     """Mixed load of 4 rps, 10 % leave, KV memory freed every 10 s: RSS + ≤ 1 MB in 10 min; files constant; no 5xx."""
     chance, diary, seconds = random.Random(40), Diary(), lab.minutes * 60
-    options = {"--max-batch-size": str(BATCH), "--max-queued-requests": "64"}
-    async with lab.server(options, env={**os.environ, "NANO_INFERENCE_ENABLE_RL": "true"}) as server:
+    async with lab.server({"--max-queued-requests": "64", "--enable-rl": ""}) as server:
         files = server.count("fd")
         await warm_up(lab, server, diary)
         began, sent = time.monotonic(), 0
@@ -145,7 +139,6 @@ async def r40(lab: Lab) -> Finding:
             visits = {task for task in visits if not task.done()}
             if sent % 20 == 0 and diary.is_whole:
                 diary.rss.append((now, server.memory()))
-                diary.virtual.append((now, server.memory("VmSize")))
                 diary.threads.append(server.count("task"))
             await asyncio.sleep(max(0.0, sent / RATE - (time.monotonic() - began)))
         await asyncio.gather(*visits, trainer)
@@ -161,12 +154,10 @@ async def r40(lab: Lab) -> Finding:
         "5xx": refused,
         "RSS MB": [megabytes(size) for _, size in (diary.rss[:1] + diary.rss[-1:])],
         "MB in 10 min": round(slope, 2),
-        "VSZ MB in 10 min": round(growth(diary.virtual, seconds / 3), 2),
-        "asleep RSS MB": [megabytes(size) for size in (diary.asleep[:1] + diary.asleep[-1:])],
         "threads": (min(threads), max(threads)),
         "files more": left,
         "held": held,
     }
     odd = {name for name in diary.ends if not (name in ("left", "stream") or name[0] in "24")}
     is_steady = slope <= 1 and max(threads) - min(threads) <= 1 and left <= 2
-    return figures, is_steady and refused == 0 and not odd and held == (0, 0, 0) and not has_traceback
+    return figures, is_steady and refused == 0 and not odd and held == NOTHING and not has_traceback

@@ -74,7 +74,8 @@ async def test_outbox_returns_every_sample_of_every_prompt() -> None:
         assert all(times.started is not None for samples in outbox.times for times in samples)
 
 
-async def test_engine_failure_reaches_every_outbox(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError("the model broke"), SystemExit("the model broke")])
+async def test_engine_failure_reaches_every_outbox(failure: BaseException, caplog: pytest.LogCaptureFixture) -> None:
     engine = fake_engine()
     runner = engine.parts.runner
     assert isinstance(runner, FakeRunner)
@@ -82,7 +83,7 @@ async def test_engine_failure_reaches_every_outbox(caplog: pytest.LogCaptureFixt
 
     def broken(rows: Any, copies: Any, fresh: Any) -> Any:
         if next(calls) == 5:
-            raise RuntimeError("the model broke")
+            raise failure
         return FakeRunner.run(runner, rows, copies, fresh)
 
     runner.run = broken  # type: ignore[method-assign]
