@@ -1,6 +1,6 @@
 """Simulate the routing of requests to replicas: prefix cache hits and the spread of load. No model, no network.
 
-    python benchmarks/routing.py [--replicas 16,256,1024] [--requests 20] [--seed 0] [--router prefix]
+    python benchmarks/routing.py [--replicas 16,256,1024] [--requests 20] [--seed 0]
 
 Compares the pool's router (`rl/pool/routing.py`) with random choice and round robin on four kinds of work: groups of 8
 equal prompts (GRPO), sessions of six turns that each extend the last, prompts after one of a few system prompts, and
@@ -188,19 +188,17 @@ def main() -> None:
     parser.add_argument("--replicas", default="16,256,1024")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--router", choices=list(routers(1, 0)), help="one router")
     given = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}
     for size in map(int, given.replicas.split(",")):
         print(f"{size} replicas".ljust(30), f"{'cached':>8}{'spread':>8}{'mean wait':>11}{'99 %':>9}{'µs':>7}")
         for name, make in WORK.items():
             for kind, router in routers(size, given.seed).items():
-                if given.router in (None, kind):
-                    requests = make(random.Random(given.seed), given.requests * size)
-                    one = simulate(router, requests, size, random.Random(given.seed + 1))
-                    figures = f"{one.hits:>8.1%}{one.spread:>8.2f}{one.mean_wait:>11.0f}{one.worst_wait:>9.0f}"
-                    print(f"{name}, {kind}".ljust(30), f"{figures}{one.placement_us:>7.1f}", flush=True)
-                    found.setdefault(f"{size} {name}", {})[kind] = asdict(one)
+                requests = make(random.Random(given.seed), given.requests * size)
+                one = simulate(router, requests, size, random.Random(given.seed + 1))
+                figures = f"{one.hits:>8.1%}{one.spread:>8.2f}{one.mean_wait:>11.0f}{one.worst_wait:>9.0f}"
+                print(f"{name}, {kind}".ljust(30), f"{figures}{one.placement_us:>7.1f}", flush=True)
+                found.setdefault(f"{size} {name}", {})[kind] = asdict(one)
     print(json.dumps(found))
 
 

@@ -7,10 +7,9 @@
 The first form runs core, scheduler and caches with a model that computes nothing, and measures this thread's CPU time,
 which other work on the machine hardly affects. Every row of the table is one situation; `x` is its cost over that of
 the same rows with nothing waiting and nothing cached (flat is about 1.0), `worst` the dearest single step (garbage
-collection included). Below it: steps while a pause drains, steps with a long prompt at the head of the queue that finds
-no room, and single operations. The second form prints the cost of a token where a step samples several of each row,
-with nothing and with 10,000 requests waiting. The third runs a model on the CPU kernels and prints the share of a
-step's wall time outside the calls in C. The last line is JSON.
+collection included). The second form prints the cost of a token where a step samples several of each row, with nothing
+and with 10,000 requests waiting. The third runs a model on the CPU kernels and prints the share of a step's wall time
+outside the calls in C. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from harness import numbers, options, print_row, random_ids
@@ -79,34 +78,32 @@ class Stage:
         waiting: int = 0,
         cached: int = 0,
         lookahead: int = 1,
-        *,
-        begin: bool = True,
     ) -> None:
         self.rng, self.runner, self.running = random.Random(7), IdleRunner(), running
         num_new = lookahead * NUM_STEPS
         blocks_of_row = -(-(PROMPT_TOKENS + num_new) // BLOCK) + 2
         num_blocks = max(cached, (running + 1) * blocks_of_row + STEP_TOKENS // BLOCK)
-        self.kv = make_kv(cache, num_blocks, BLOCK)
-        self.texts = [self.text(TEXT_BLOCKS * BLOCK) for _ in range(cached // TEXT_BLOCKS)]
-        for text in self.texts:  # oldest first
-            self.kv.release(self.kv.publish(text, SALT, self.kv.take(TEXT_BLOCKS), 0, len(text)))
+        kv = make_kv(cache, num_blocks, BLOCK)
+        for _ in range(cached // TEXT_BLOCKS):
+            text = self.text(TEXT_BLOCKS * BLOCK)
+            kv.release(kv.publish(text, SALT, kv.take(TEXT_BLOCKS), 0, len(text)))
         sizes = {"vocab_size": VOCAB_SIZE, "max_model_len": MAX_LEN, "lookahead": lookahead}
         config = EngineConfig("none", max_batch_size=running, max_tokens_per_batch=STEP_TOKENS, seed=1)
-        self.engine = InferenceEngine(config, parts=EngineParts(runner=self.runner, kv=self.kv, **sizes))
-        if begin:
-            self.add(running, num_new)
-            while self.engine.tick().stats.num_waiting:
-                pass
-            self.waiting = self.add(waiting, num_new)
+        self.engine = InferenceEngine(config, parts=EngineParts(runner=self.runner, kv=kv, **sizes))
+        self.add(running, num_new)
+        while self.engine.tick().stats.num_waiting:
+            pass
+        self.add(waiting, num_new)
 
     def text(self, size: int) -> list[int]:
         """Return a text that shares no more than its first token with any other."""
         return [FIRST, *(self.rng.randrange(3, VOCAB_SIZE) for _ in range(size - 1))]
 
-    def add(self, count: int, new_tokens: int, size: int = PROMPT_TOKENS) -> list[int]:
-        """Queue requests; return their ids."""
+    def add(self, count: int, new_tokens: int) -> None:
+        """Queue requests."""
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=1)
-        return [self.engine.add_request(self.text(size), params) for _ in range(count)]
+        for _ in range(count):
+            self.engine.add_request(self.text(PROMPT_TOKENS), params)
 
     def timed_tick(self) -> float:
         """Run a step; return its CPU microseconds without the runner's."""
@@ -137,16 +134,6 @@ def time_rounds(stages: Sequence[Stage]) -> list[Figures]:
     ]
 
 
-def us_of(call: Callable[[], object], times: int) -> float:
-    """Return the median CPU microseconds of a call."""
-    taken = []
-    for _ in range(times):
-        started = time.thread_time()
-        call()
-        taken.append(time.thread_time() - started)
-    return 1e6 * statistics.median(taken)
-
-
 def time_scenes(given: argparse.Namespace) -> list[Figures]:
     """Print the table of steps: nothing waiting and cached first, then more of one, then most of both."""
     print_row("cache, running", "waiting", "cached", "us/step", "x", "worst us")
@@ -160,67 +147,6 @@ def time_scenes(given: argparse.Namespace) -> list[Figures]:
                 print_row(f"{cache}, {running}", str(waiting), str(cached), row["us"], row["ratio"], row["worst_us"])
                 found.append({"cache": cache, "running": running, "waiting": waiting, "cached": cached, **row})
     return found
-
-
-def draining(waiting: int) -> Stage:
-    """Return an engine whose pause waits for 8 rows to end, with so many requests waiting."""
-    stage = Stage("radix", 8, waiting)
-    stage.engine.pause("wait", blocking=False)
-    return stage
-
-
-def blocked(head_tokens: int) -> Stage:
-    """Return an engine of 8 rows where a prompt of so many tokens heads the queue and finds too few blocks."""
-    stage = Stage("radix", 9, begin=False)
-    stage.add(8, NUM_STEPS)
-    stage.engine.tick()
-    growth = 8 * (-(-NUM_STEPS // BLOCK) + 1)
-    stage.kv.take(stage.kv.num_free_blocks() - growth)
-    if head_tokens:
-        stage.add(1, 1, head_tokens)
-    return stage
-
-
-def time_growth(name: str, counts: Sequence[int], make: Callable[[int], Stage]) -> list[Figures]:
-    """Print the cost of a step for rising numbers of one kind, over that of the first."""
-    timed = time_rounds([make(count) for count in counts])
-    rows = [{"what": name, "count": count, **row} for count, row in zip(counts, timed, strict=True)]
-    shown = (f"{row['count']}: {row['us']:.1f} us ({row['ratio']:.2f}x)" for row in rows)
-    print(f"{name:46} {', '.join(shown)}", flush=True)
-    return rows
-
-
-def queue_cost(waiting: int) -> Figures:
-    """Return the cost of adding a request behind so many, and of aborting the last and those in the middle."""
-    stage, added = Stage("radix", 8, waiting), list[int]()
-    prompt, params = stage.text(PROMPT_TOKENS), SamplingParams(max_tokens=8, seed=1)
-    found = {"add us": us_of(lambda: added.append(stage.engine.add_request(prompt, params)), 200)}
-    found["abort last us"] = us_of(lambda: stage.engine.abort(added.pop()), 200)
-    middle = iter(stage.waiting[waiting // 2 :])
-    if waiting:
-        found["abort middle us"] = us_of(lambda: stage.engine.abort(next(middle)), min(200, waiting // 2))
-    return {"waiting": waiting, **found}
-
-
-def peek_cost(cache: CacheType, cached: int) -> Figures:
-    """Return the cost of asking a cache for a text of 1024 tokens: only its first token known, and found."""
-    stage = Stage(cache, 1, cached=cached)
-    known = iter([[*text, 0] for text in reversed(stage.texts)])
-    near = iter([stage.text(TEXT_BLOCKS * BLOCK) for _ in range(200)])
-    found = {"miss us": us_of(lambda: stage.kv.peek(next(near), SALT), 200)}
-    if cached:
-        assert len(stage.kv.peek(next(known), SALT).blocks) == TEXT_BLOCKS, "the newest text is still there"
-        found["hit us"] = us_of(lambda: stage.kv.peek(next(known), SALT), min(200, len(stage.texts) // 2))
-    return {"cache": cache, "cached": cached, **found}
-
-
-def time_operations(given: argparse.Namespace) -> list[Figures]:
-    """Print the cost of single operations."""
-    rows = [queue_cost(waiting) for waiting in given.waiting]
-    rows += [peek_cost(cache, cached) for cache in CACHE_TYPES for cached in given.cached]
-    for row in rows:
-        print(", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
-    return rows
 
 
 def time_lookahead(given: argparse.Namespace) -> list[Figures]:
@@ -301,9 +227,6 @@ def main() -> None:
         found["model"] = time_model(given)
     else:
         found["steps"] = time_scenes(given)
-        found["growth"] = time_growth("8 rows, a pause waits for them, waiting", given.waiting, draining)
-        found["growth"] += time_growth("8 rows, a prompt that finds no room, tokens", [0, 512, 4096], blocked)
-        found["operations"] = time_operations(given)
     print(json.dumps(found))
 
 
