@@ -1,6 +1,6 @@
 """Measure exact log-probabilities in a trainer: one step of the optimizer beside Transformers'.
 
-    python benchmarks/exact.py [--model default] [--rounds 3]
+    python benchmarks/exact.py [--rounds 3]
 
 Each trainer runs in a process of its own, on one thread: CPU seconds of a forward and a backward pass (medians) over
 eight texts that no cache has seen, of equal lengths and of 24 to 112 tokens, and the growth of the peak memory over
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -21,16 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import transformers
 from harness import options, print_row, random_ids
+from peers.roster import float32_directory
 
 from nano_inference import EngineConfig, InferenceEngine
-from nano_inference.build import locate
-from nano_inference.executors.opening import load_model
-from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.loading.catalog import default_cache, resolve
 from nano_inference.rl.exact import Policy, train_logprobs
 
 PROMPT = 16
@@ -115,20 +114,13 @@ def step(model: transformers.PreTrainedModel, policy: Policy | None, lengths: li
     return times | {"backward": seconds_of(lambda: loss[0].backward())}
 
 
-def write_model(name: str, directory: Path) -> None:
-    """Write a model's weights in float32 for both: the default one's, or those of a tiny random one."""
+def write_tiny(directory: str) -> None:
+    """Write a tiny random model."""
+    torch.manual_seed(0)
     common = {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048}
-    if name == "tiny":
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=4096, **TINY, **common))
-    else:
-        loaded = load_model(open_checkpoint(locate(name)), torch.device("cpu"), torch.float32, 1024)
-        sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}, "num_key_value_heads": 3}
-        shape = transformers.LlamaConfig(vocab_size=49152, rms_norm_eps=1e-5, **sizes, **rope, **common)
-        model = transformers.LlamaForCausalLM(shape)
-        model.load_state_dict({key: value.clone() for key, value in loaded.weights.values()}, strict=False)
-    model.save_pretrained(directory)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=4096, **TINY, **common)).save_pretrained(
+        directory
+    )
 
 
 def main() -> None:
@@ -140,25 +132,25 @@ def main() -> None:
         print(json.dumps(measure(args.trainer, args.model, args.rounds)))
         return
     report = {}
-    for name in ("tiny", args.model):
-        with tempfile.TemporaryDirectory() as directory:
-            write_model(name, Path(directory))
-            tables = {}
+    with tempfile.TemporaryDirectory() as tiny:
+        write_tiny(tiny)
+        default = float32_directory(resolve("default", default_cache(os.environ)))
+        for name, directory in (("tiny", tiny), ("default", str(default))):
+            tables = report[name] = {}
             for trainer in TRAINERS:
                 command = [sys.executable, __file__, "--model", directory, "--trainer", trainer]
                 command += ["--rounds", str(args.rounds)]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 tables[trainer] = json.loads(done.stdout.splitlines()[-1])
-        report[name] = tables
-        for kind in LENGTHS:
-            print(f"\n{name}, {kind} lengths: CPU seconds")
-            print_row("", "score", "forward", "backward", "step", "peak MiB")
-            for trainer, table in tables.items():
-                row = table[kind]
-                step = row["forward"] + row["backward"]
-                print_row(trainer, row.get("score", "-"), row["forward"], row["backward"], step, row["MiB"])
-        times = tables["exact"]["refresh"]
-        print(f"refresh {times['ours']:.3f} s, a copy of the parameters {times['copy']:.3f} s")
+            for kind in LENGTHS:
+                print(f"\n{name}, {kind} lengths: CPU seconds")
+                print_row("", "score", "forward", "backward", "step", "peak MiB")
+                for trainer, table in tables.items():
+                    row = table[kind]
+                    step = row["forward"] + row["backward"]
+                    print_row(trainer, row.get("score", "-"), row["forward"], row["backward"], step, row["MiB"])
+            times = tables["exact"]["refresh"]
+            print(f"refresh {times['ours']:.3f} s, a copy of the parameters {times['copy']:.3f} s")
     print(json.dumps(report))
 
 
