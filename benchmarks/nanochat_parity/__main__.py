@@ -1,12 +1,11 @@
 """Compare this package with upstream's code, commit by commit, and print a table.
 
---checkout is a clone of karpathy/nanochat with any commit of its master checked out; of a fork's commit, --commit names
-the commit of master that it is based on. --repository is a git directory instead: --commit names its commits (default:
-those of the recordings), each of which is exported to a temporary directory. Upstream's code runs in a process of its
-own. Constants of the day that the weights do not show follow from the commit; --override changes them.
+    python -m benchmarks.nanochat_parity [--repository PATH [--commit NAME …] [--override NAME=VALUE …] [--record]]
 
-Without either, the recordings in tests/nanochat/recorded are compared. --record, with --repository, writes them anew:
-shapes, logits and token ids.
+--repository is a clone of karpathy/nanochat or its git directory. Each of the commits (default: those of the
+recordings) is exported to a temporary directory and runs in a process of its own. Constants of the day that the weights
+do not show follow from the commit; --override changes them. Without a repository the recordings in
+tests/nanochat/recorded are compared; --record writes them anew: shapes, logits and token ids.
 
 Legend: logits = largest difference of float32 logits; the other columns count rows with the same tokens and masks, up
 to a row's first terminal (batch: results of `generate_batch`); calls = results that the calculator inserted, and their
@@ -20,14 +19,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.nanochat_parity.cases import KINDS, cases, has_bigrams
-from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions, HistoryError, commit_in, commit_of, export
+from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions, HistoryError, commit_in, export
 from benchmarks.nanochat_parity.ours import compare
 from nano_inference.types import ModelError
 
@@ -50,36 +48,24 @@ def run_upstream(checkout: Path, conditions: Conditions) -> dict[str, Any]:
     return found
 
 
-def results_of(wish: argparse.Namespace, commit: Commit, conditions: Conditions) -> dict[str, Any]:
-    """Return upstream's results at a commit: of the checkout, the repository or the recording."""
-    if wish.checkout is not None:
-        return run_upstream(wish.checkout.resolve(), conditions)
-    if wish.repository is None:
+def results_of(repository: Path | None, commit: Commit, conditions: Conditions) -> dict[str, Any]:
+    """Return upstream's results at a commit: of the repository, or the recording."""
+    if repository is None:
         found: dict[str, Any] = json.loads((RECORDED / f"{commit.hash}.json").read_text())
         return found
     with tempfile.TemporaryDirectory() as directory:
-        export(wish.repository, commit.hash, Path(directory))
+        export(repository, commit.hash, Path(directory))
         return run_upstream(Path(directory), conditions)
-
-
-def commits_of(wish: argparse.Namespace) -> Iterator[Commit]:
-    """Yield the commits to compare."""
-    if wish.checkout is not None:
-        yield commit_of(wish.checkout, *wish.commit[:1])
-    elif wish.commit:
-        yield from (commit_in(wish.repository, name) for name in wish.commit)
-    else:
-        yield from COMMITS
 
 
 def compared(wish: argparse.Namespace, commit: Commit) -> bool:
     """Compare a commit and print its row; return whether everything is equal."""
     given = commit.conditions
     conditions = given._replace(overrides=(*given.overrides, *wish.override))
-    recorded = results_of(wish, commit, conditions)
+    recorded = results_of(wish.repository, commit, conditions)
     if wish.record:
         (RECORDED / f"{commit.hash}.json").write_text(json.dumps(recorded, separators=(",", ":")) + "\n")
-    found = compare(recorded, conditions, list(cases()), kernels=wish.kernels)
+    found = compare(recorded, conditions, list(cases()))
     cells = " ".join(f"{found.found.get(name, '–')!s:>7}" for name in COLUMNS)
     head = f"{found.generation:4} {commit.hash:8} {commit.time.date()} {found.logits:8.1e}"
     print(f"{head} {cells} {f'{found.calls} ({found.forced})':>9}  {' '.join(found.overrides)}".rstrip())
@@ -91,35 +77,23 @@ def compared(wish: argparse.Namespace, commit: Commit) -> bool:
     return found.is_equal
 
 
-def parsed() -> argparse.Namespace:
-    """Return the options; end the process with a message if they contradict each other."""
+def main() -> int:
+    """Return 1 if a result differs or cannot be compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, help="working tree of a clone of karpathy/nanochat")
-    parser.add_argument("--repository", type=Path, help="git directory of karpathy/nanochat")
-    parser.add_argument("--commit", action="append", default=[], help="a commit; with --repository any number")
+    parser.add_argument("--repository", type=Path, help="clone or git directory of karpathy/nanochat")
+    parser.add_argument("--commit", action="append", default=[], help="a commit, any number of times")
     parser.add_argument(
         "--override", action="append", default=[], help="another constant than the commit's: softcap=20"
     )
-    parser.add_argument("--kernels", default="auto", help="auto, or off for torch alone")
     parser.add_argument("--record", action="store_true", help="write the results to tests/nanochat/recorded")
     wish = parser.parse_args()
-    if wish.checkout and (wish.repository or len(wish.commit) > 1):
-        parser.error("--checkout: give no --repository and at most one --commit with it")
-    if wish.commit and not (wish.checkout or wish.repository):
-        parser.error("--commit: needs --repository or --checkout")
-    if wish.record and not wish.repository:
-        parser.error("--record: needs --repository")
-    return wish
-
-
-def main() -> int:
-    """Return 1 if a result differs or cannot be compared."""
-    wish = parsed()
+    if (wish.commit or wish.record) and not wish.repository:
+        parser.error("--commit and --record need --repository")
     torch.set_num_threads(1)  # as on upstream's side
     print(f"{'':4} {'commit':8} {'date':10} {'logits':>8} {' '.join(f'{name:>7}' for name in COLUMNS)} {'calls':>9}")
     is_equal = True
     try:
-        for commit in commits_of(wish):
+        for commit in [commit_in(wish.repository, name) for name in wish.commit] or COMMITS:
             try:
                 is_equal = compared(wish, commit) and is_equal
             except (HistoryError, ModelError) as error:

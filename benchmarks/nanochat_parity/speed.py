@@ -32,7 +32,7 @@ from benchmarks.nanochat_parity.upstream import imported
 from nano_inference.config import EngineConfig
 from nano_inference.nanochat import GPT, Engine
 
-VOCAB, HEAD = 32768, 64
+VOCAB, HEAD, PROMPT, TOKENS = 32768, 64, 128, 16
 
 
 class Ids:
@@ -90,17 +90,17 @@ def equal_share(a: list[list[int]], b: list[list[int]]) -> float:
     return equal / total
 
 
-def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Namespace, cached: bool) -> dict[str, Any]:
-    """Return the medians of `wish.repeat` pairs after one that is not counted.
+def compared(sides: dict[str, Any], samples: int, top_k: int, repeat: int, cached: bool) -> dict[str, Any]:
+    """Return the medians of so many pairs after one that is not counted.
 
     `cached`: both engines have answered each prompt once before.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     shares = []
-    for seed in range(wish.repeat + 1):
+    for seed in range(repeat + 1):
         random = torch.Generator().manual_seed(zlib.crc32(f"{samples} {top_k} {cached} {seed}".encode()))
-        prompt = torch.randint(0, VOCAB - 100, (wish.prompt,), generator=random).tolist()
-        arguments = {"num_samples": samples, "max_tokens": wish.tokens, "top_k": top_k or None, "seed": seed}
+        prompt = torch.randint(0, VOCAB - 100, (PROMPT,), generator=random).tolist()
+        arguments = {"num_samples": samples, "max_tokens": TOKENS, "top_k": top_k or None, "seed": seed}
         if cached:
             for engine in sides.values():
                 run(engine, prompt, max_tokens=1)
@@ -116,22 +116,19 @@ def compared(sides: dict[str, Any], samples: int, top_k: int, wish: argparse.Nam
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", type=Path, required=True, help="a working tree of karpathy/nanochat")
-    parser.add_argument("--depths", type=int, nargs="*", default=[4, 6, 12])
-    parser.add_argument("--samples", type=int, nargs="*", default=[1, 16, 64, 256])
-    parser.add_argument("--top-k", type=int, nargs="*", default=[50, 0], help="0: the whole vocabulary")
-    parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("checkout", type=Path, help="a working tree of karpathy/nanochat")
+    parser.add_argument("--depths", type=int, nargs="*", default=[6, 12])
+    parser.add_argument("--samples", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--repeat", type=int, default=5)
     wish = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'model':>6}{'n':>5}{'top-k':>7}{'prompt':>8}{'upstream s':>12}{'ours s':>9}{'ratio':>8}{'equal':>8}")
     rows: list[dict[str, Any]] = []
     for depth in wish.depths:
-        sides = engines(wish.checkout, depth, max(wish.samples) * (wish.prompt + wish.tokens))
-        calls = [(samples, top_k, False) for top_k in wish.top_k for samples in wish.samples]
-        for samples, top_k, cached in [*calls, (wish.samples[0], wish.top_k[0], True)]:
-            row = {"depth": depth, **compared(sides, samples, top_k, wish, cached)}
+        sides = engines(wish.checkout, depth, max(wish.samples) * (PROMPT + TOKENS))
+        calls = [(samples, top_k, False) for top_k in (50, 0) for samples in wish.samples]
+        for samples, top_k, cached in [*calls, (wish.samples[0], 50, True)]:
+            row = {"depth": depth, **compared(sides, samples, top_k, wish.repeat, cached)}
             rows.append(row)
             head = f"{f'd{depth}':>6}{samples:>5}{top_k or '–':>7}{'cached' if cached else 'new':>8}"
             figures = f"{row['upstream']:>12.3f}{row['ours']:>9.3f}{row['ratio']:>7.2f}x{row['equal']:>8.1%}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,7 @@ def test_each_pair_of_the_speed_table_has_a_new_prompt() -> None:
     sides = {name: Watched(model, speed.Ids()) for name in seen}
     for name, engine in sides.items():
         engine.name = name
-    wish = argparse.Namespace(repeat=2, prompt=5, tokens=3)
-    speed.compared(sides, 2, 50, wish, cached=False)
+    speed.compared(sides, 2, 50, 2, cached=False)
     assert seen["ours"] == seen["upstream"] and len(set(seen["ours"])) == 3
-    row = speed.compared(sides, 1, 50, wish, cached=True)
+    row = speed.compared(sides, 1, 50, 2, cached=True)
     assert row["cached"] and len(seen["ours"]) == 9 and len(set(seen["ours"])) == 6

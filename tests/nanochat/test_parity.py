@@ -76,3 +76,17 @@ def test_constants_of_the_day_follow_from_the_commit(
     commit: str, time: str, overrides: tuple[str, ...], is_first_shared: bool
 ) -> None:
     assert at(commit, datetime.fromisoformat(time)) == Conditions(overrides, is_first_shared)
+
+
+@pytest.mark.slow
+def test_code_that_fails_is_one_line_in_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "gpt.py").write_text("raise RuntimeError('needs a GPU')\n")
+    who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    for words in (("init", "--quiet"), ("add", "."), (*who, "commit", "--quiet", "--message", "first")):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+    monkeypatch.setattr(sys, "argv", ["nanochat_parity", "--repository", str(tmp_path), "--commit", "HEAD"])
+    assert main() == 1
+    assert "not compared: upstream's code failed: RuntimeError: needs a GPU" in capsys.readouterr().out
