@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
-from differential.models import HUGE_VOCAB
 from nano_inference import SamplingParams, TrainingSample
 from nano_inference.types import Beginning, LogprobsMode, StopReason
 
@@ -99,7 +98,7 @@ class Bounds:
 
 def random_prompt(rng: random.Random, bounds: Bounds, base: tuple[int, ...]) -> tuple[int, ...]:
     """Return a prompt that often shares a prefix with others, and often repeats itself."""
-    longest = max(1, min(24 if bounds.vocab_size >= HUGE_VOCAB else 90, bounds.room - 2))
+    longest = max(1, min(90, bounds.room - 2))
     length = rng.randrange(1, longest + 1)
     kind = rng.random()
     if kind < 0.2:
@@ -116,9 +115,7 @@ def random_params(rng: random.Random, bounds: Bounds, num_prompt: int, *, has_ma
     def maybe(chance: float, make: Callable[[], float], default: float) -> float:
         return make() if rng.random() < chance else default
 
-    is_huge = size >= HUGE_VOCAB
-    longest = max(0, min(8 if is_huge else 40, bounds.room - num_prompt))
-    max_tokens = rng.randrange(longest + 1)
+    max_tokens = rng.randrange(max(0, min(40, bounds.room - num_prompt)) + 1)
     stops = frozenset(rng.randrange(size) for _ in range(rng.choice([0, 0, 2, 4])))
     top_p = maybe(0.25, lambda: rng.uniform(0.2, 0.99), 1.0)
     return SamplingParams(
@@ -140,7 +137,7 @@ def random_params(rng: random.Random, bounds: Bounds, num_prompt: int, *, has_ma
         prompt_logprobs=rng.choice([None, None, None, 0, 3]),
         logprobs_mode=rng.choice([None, *get_args(LogprobsMode)]),
         raw_logprobs=rng.random() < 0.4,
-        sampling_mask=rng.random() < (0.05 if is_huge else 0.3),
+        sampling_mask=rng.random() < 0.3,
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from differential.updates import land, mark_abortable, refuse, update
-from differential.worlds import Fault, World, abort, arrive, follow, read, require, take
-from nano_inference import SamplingParams
-from nano_inference.types import BadRequest
+from differential.updates import land, mark_abortable, update
+from differential.worlds import Fault, World, abort, arrive, follow, require, take
 
 MAX_STEPS = 8_000
 
@@ -34,12 +32,7 @@ def revive(world: World) -> None:
         update(world)
 
 
-ACTIONS = (
-    *("update",) * 4,
-    *("abort",) * 3,
-    *("read",) * 2,
-    *("refuse", "pause", "resume", "sleep", "wake", "flush", "bad"),
-)
+ACTIONS = (*("update",) * 4, *("abort",) * 3, "pause", "resume", "sleep", "wake", "flush")
 
 
 def interfere(world: World) -> None:
@@ -50,26 +43,14 @@ def interfere(world: World) -> None:
         update(world)
     elif action == "abort":
         abort(world)
-    elif action == "read":
-        if not engine.is_halted:
-            read(world)
-    elif action == "refuse":
-        refuse(world)
     elif action in ("pause", "sleep"):
         hold(world, action)
     elif action == "resume":
         engine.resume()
     elif action == "wake":
         engine.wake()
-    elif action == "flush":
+    else:
         engine.flush_cache()
-    else:  # what cannot be done is refused, and nothing is queued
-        try:
-            engine.add_request([world.checkpoint.vocab_size], SamplingParams(max_tokens=1))
-        except BadRequest:
-            world.counts["bad requests"] += 1
-        else:
-            raise Fault("a token outside the vocabulary was accepted")
 
 
 def is_over(world: World) -> bool:

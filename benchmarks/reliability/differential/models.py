@@ -15,8 +15,6 @@ import transformers
 from tests.models.families import FAMILIES
 
 MAX_POSITIONS = 256
-HUGE_VOCAB = 10_000
-"""From this size on a vocabulary bounds what a world can afford."""
 _NEEDS_ALL_LAYERS = ("SmolLM3", "Gemma3")
 """Which layers have rope, or a window, follows from their number: fewer would leave only one kind."""
 
@@ -33,10 +31,10 @@ class Checkpoint:
     kv_bytes_per_token: int
 
 
-def make_checkpoint(family: str, rng: random.Random, directory: Path, vocab_size: int | None) -> Checkpoint:
-    """Write a random model of the family into `directory`; a random small vocabulary unless its size is given."""
+def make_checkpoint(family: str, rng: random.Random, directory: Path) -> Checkpoint:
+    """Write a random model of the family into `directory`, with a random small vocabulary."""
     kind, options = FAMILIES[family]
-    size = vocab_size or rng.randrange(64, 320)
+    size = rng.randrange(64, 320)
     eos = rng.choice([None, None, rng.randrange(size), [rng.randrange(size), rng.randrange(size)]])
     common: dict[str, Any] = {
         "vocab_size": size,
@@ -48,9 +46,6 @@ def make_checkpoint(family: str, rng: random.Random, directory: Path, vocab_size
         "pad_token_id": None,
         "eos_token_id": eos,
     }
-    if vocab_size is not None and vocab_size >= HUGE_VOCAB:
-        common["tie_word_embeddings"] = rng.random() < 0.7
-        options = {**options, "hidden_size": 4 * options["num_attention_heads"]}
     if options.get("sliding_window") is not None:
         options = {**options, "sliding_window": rng.choice([5, 16, options["sliding_window"], 64])}
     config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")

@@ -50,12 +50,6 @@ class Oracle:
             start = end
         return torch.cat(parts)
 
-    @torch.inference_mode()
-    def hidden(self, tokens: Sequence[int], version: int) -> Tensor:
-        """Return the hidden states after the final norm, [T, E]."""
-        model = self.models[version]
-        return model.base_model(torch.tensor([list(tokens)]), use_cache=False).last_hidden_state[0].double()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawContext:

@@ -1,14 +1,12 @@
-"""Updates of a world's weights: every way of sending them, partial ones, and some that must be refused."""
+"""Updates of a world's weights: every way of sending them, and partial ones."""
 
 from __future__ import annotations
 
 from typing import get_args
 
-import torch
-
-from differential.models import HUGE_VOCAB, changed, named
+from differential.models import changed, named
 from differential.worlds import Fault, HeldWeights, World, require
-from nano_inference import UpdateBusy, WeightError
+from nano_inference import UpdateBusy
 from nano_inference.types import OnRunning
 from nano_inference.weights.directory import save_weights, weights_in
 from nano_inference.weights.updates import NamedWeights
@@ -37,7 +35,7 @@ def update(world: World) -> None:
             return
         raise Fault("a second update was accepted while one is under way")
     version = engine.get_weight_version() + 1
-    if version > (2 if world.checkpoint.vocab_size >= HUGE_VOCAB else 6) and world.engine.has_weights:
+    if version > 6 and world.engine.has_weights:
         return
     old = world.models[version - 1]
     is_partial = rng.random() < 0.3 and world.engine.has_weights
@@ -82,41 +80,3 @@ def land(world: World) -> None:
         mark_abortable(world)
     if world.rng.random() < 0.4 and not is_stuck(world, how):
         world.engine.finish_update()
-
-
-def refuse(world: World) -> None:
-    """Send weights that cannot be used; the old ones must stay, bit for bit."""
-    engine, rng = world.engine, world.rng
-    if world.held is not None or engine.weight_info().update != "idle" or not world.engine.has_weights:
-        return
-    version = engine.get_weight_version()
-    checksum = engine.weights_checksum()
-    weights = named(world.models[version])
-    name = rng.choice(sorted(weights))
-    wrong = weights[name].clone()
-    kind = rng.choice(["nan", "shape", "missing", "unknown", "checksum"])
-    expected = None
-    if kind == "nan":
-        wrong.view(-1)[rng.randrange(wrong.numel())] = rng.choice([float("nan"), float("inf")])
-        weights[name] = wrong
-    elif kind == "shape":
-        weights[name] = torch.zeros(*wrong.shape[:-1], wrong.shape[-1] + 1)
-    elif kind == "missing":
-        del weights[name]
-    elif kind == "unknown":
-        weights["model.layers.0.no_such.weight"] = wrong
-    else:
-        expected = "0" * len(checksum)
-    is_blocking = rng.random() < 0.5
-    try:
-        engine.update_weights(
-            weights, blocking=is_blocking, on_running=rng.choice(["keep", "recompute", "abort"]), checksum=expected
-        )
-        if not is_blocking:
-            engine.finish_update()
-    except WeightError:
-        require(engine.get_weight_version() == version, "a refused update changed the version")
-        require(engine.weights_checksum() == checksum, "a refused update changed the weights")
-        world.counts["refused updates"] += 1
-        return
-    raise Fault(f"an update was accepted that is wrong ({kind}: {name})")

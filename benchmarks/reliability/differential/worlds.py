@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from differential.asks import Bounds, PlannedRequest, random_ask
-from differential.models import HUGE_VOCAB, Checkpoint, make_checkpoint
+from differential.models import Checkpoint, make_checkpoint
 from differential.recorder import Recorder
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
 from nano_inference.build import assemble, parts_of
@@ -70,18 +70,6 @@ class StreamView:
     """By sample index."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What `score` or `embed` returned, and the versions that may have computed it."""
-
-    kind: Literal["score", "mean", "last"]
-    tokens: tuple[int, ...]
-    start: int
-    temperature: float
-    values: tuple[float, ...]
-    versions: range
-
-
 @dataclass(kw_only=True)
 class World:
     """Owns an engine and its history."""
@@ -107,10 +95,7 @@ class World:
     samples: list[TrainingSample] = field(default_factory=list)
     streams: list[StreamView] = field(default_factory=list)
     ended_streams: list[StreamView] = field(default_factory=list)
-    readings: list[Reading] = field(default_factory=list)
     held: HeldWeights | None = None
-    next_model: transformers.PreTrainedModel | None = None
-    """The model of the update under way."""
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -119,15 +104,14 @@ def make_world(
     family: str,
     path: ComputePath,
     directory: Path,
-    vocab_size: int | None = None,
     wrap: Callable[[Runner], Runner] | None = None,
 ) -> World:
     """Return the world of that seed; all arguments but `directory` decide what happens in it.
 
     `wrap` may put something before the runner, to see that an error there is found.
     """
-    rng = random.Random(f"{seed} {family} {path} {vocab_size}")
-    checkpoint = make_checkpoint(family, rng, directory, vocab_size)
+    rng = random.Random(f"{seed} {family} {path}")
+    checkpoint = make_checkpoint(family, rng, directory)
     block_size = rng.choice([1, 2, 4, 8, 16])
     num_tokens = rng.choice([60, 110, 110, 150, 200, 800])
     config = EngineConfig(
@@ -163,8 +147,7 @@ def make_world(
     num_slots = parts.kv.num_blocks * parts.kv.block_size
     bounds = Bounds(vocab_size=checkpoint.vocab_size, room=min(num_slots, parts.max_model_len))
     base = tuple(rng.randrange(checkpoint.vocab_size) for _ in range(60))
-    is_huge = checkpoint.vocab_size >= HUGE_VOCAB
-    arrivals = [random_ask(rng, bounds, base) for _ in range(rng.randrange(3, 6 if is_huge else 16))]
+    arrivals = [random_ask(rng, bounds, base) for _ in range(rng.randrange(3, 16))]
     parts_of_world = {"path": path, "rng": rng, "checkpoint": checkpoint, "config": config, "engine": engine}
     return World(**parts_of_world, recorder=recorder, models={0: checkpoint.model}, arrivals=arrivals)
 
@@ -260,31 +243,6 @@ def close_stream(world: World, view: StreamView) -> None:
         close()
     world.streams.remove(view)
     world.ended_streams.append(view)
-
-
-def read(world: World) -> None:
-    """Score or embed some texts."""
-    engine, rng = world.engine, world.rng
-    room = min(world.engine.parts.max_model_len, engine.parts.kv.num_blocks * engine.parts.kv.block_size)
-    before = engine.get_weight_version()
-    text = tuple(rng.randrange(world.checkpoint.vocab_size) for _ in range(rng.randrange(1, min(70, room))))
-    if world.asked and rng.random() < 0.5:
-        text = (*rng.choice(list(world.asked.values())).prompt, *text)[: room - 1]
-    kind = rng.choice(["score", "score", "mean", "last"])
-    start, temperature = rng.randrange(len(text)), rng.choice([0.0, 0.7, 1.0])
-    try:
-        if kind == "score":
-            values = engine.score(list(text), start, temperature=temperature)
-        else:
-            values = engine.embed(list(text), kind)
-    except EnginePaused:
-        return
-    except ValueError as error:
-        require("aborted" in str(error) and bool(world.may_abort), f"{kind}: {error}")
-        return
-    versions = range(before, engine.get_weight_version() + 1)
-    world.readings.append(Reading(kind, text, start, temperature, tuple(values), versions))  # type: ignore[arg-type]
-    world.counts[kind if kind == "score" else "embed"] += 1
 
 
 def abort(world: World) -> None:
