@@ -6,11 +6,12 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nano_inference import EngineDead, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import EngineConfig, EngineDead, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.executors.live_weights import LiveWeights
 from nano_inference.weights.sync import WeightSyncManager
 from tests.sim.fakes import Calculator, fake_config, raising
@@ -121,15 +122,13 @@ def test_sigint_while_waiting_for_an_update_leaves_the_update(monkeypatch: pytes
     assert engine.finish_update() == 1
 
 
-@pytest.mark.slow
-def test_random_sigints() -> None:
-    """From a timer, at any bytecode."""
-    expected = content(generate(make_engine()))
-    engine, rng, num_interrupts = make_engine(), random.Random(7), 0
-    for i in range(60):
+def interrupt(engine: InferenceEngine, expected: list[tuple[object, ...]], count: int, longest: float) -> None:
+    """Send signals from a timer, so at any bytecode, and check the engine after each."""
+    rng, num_interrupts = random.Random(7), 0
+    for i in range(count):
         previous = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
         try:  # the timer starts inside: on a busy machine it ends before the next line
-            signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.random() * 0.01)
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.random() * longest)
             for _ in range(100):
                 (generate, stream)[i % 2](engine)
         except KeyboardInterrupt:
@@ -138,7 +137,22 @@ def test_random_sigints() -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
         assert_whole(engine, expected)
-    assert num_interrupts == 60
+    assert num_interrupts == count
+
+
+@pytest.mark.slow
+def test_random_sigints() -> None:
+    interrupt(make_engine(), content(generate(make_engine())), 60, 0.01)
+
+
+@pytest.mark.nightly
+def test_random_sigints_in_the_c_kernels(tmp_path: Path) -> None:
+    from tests.models.families import make_model  # imports Transformers
+
+    make_model("qwen3-ratio3-tied", tmp_path)
+    config = EngineConfig(str(tmp_path), device="cpu", kv_cache_bytes=1 << 18, max_tokens_per_batch=16, block_size=4)
+    with InferenceEngine(config) as fresh, InferenceEngine(config) as engine:
+        interrupt(engine, content(generate(fresh)), 600, 0.03)
 
 
 def test_step_returns_samples_before_a_sigint_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:

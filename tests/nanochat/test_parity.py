@@ -7,11 +7,14 @@ are made from the names, so nothing of upstream is needed.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
-from benchmarks.nanochat_parity.__main__ import RECORDED
+from benchmarks.nanochat_parity.__main__ import RECORDED, main
 from benchmarks.nanochat_parity.cases import KINDS, MIN_CALLS, cases
 from benchmarks.nanochat_parity.commits import COMMITS, Commit, Conditions, at
 from benchmarks.nanochat_parity.ours import TOLERANCE, Comparison, compare
