@@ -4,9 +4,8 @@
 
 Prints tokens a second of one process with `--threads` threads (C kernels, and torch, which ranks use) and of `--ranks`
 processes with threads / ranks each: decoding with 1 and 8 rows, and a prompt of 512 tokens. Rounds alternate; the best
-of each counts. Below the table, bytes of a step: the message with which rank 0 starts it, and the tensors that it
-contributes to sums and exchanges (logits would be rows * vocabulary * 4). Without `--model`, a random Llama of 110
-million parameters is used (12 layers, 12 heads, a vocabulary of 32,768). The last line is JSON.
+of each counts. Without `--model`, a random Llama of 110 million parameters is used (12 layers, 12 heads, a vocabulary
+of 32,768). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from harness import options, print_row, random_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
-from nano_inference.parallel.executor import ShardedExecutor
 
 PROMPT_TOKENS = 512
 
@@ -56,15 +54,6 @@ def prefill(engine: InferenceEngine, seed: int) -> float:
     return PROMPT_TOKENS / (time.perf_counter() - start)
 
 
-def bytes_of_steps(engine: InferenceEngine, num_rows: int, num_tokens: int) -> tuple[float, float]:
-    """Return the average bytes of a decoding step: of the message that starts it, and of rank 0's tensors."""
-    executor = engine.parts.executor
-    assert isinstance(executor, ShardedExecutor)
-    message, tensors = executor.bytes_sent, executor.tensor_bytes
-    decode(engine, num_rows, num_tokens)
-    return (executor.bytes_sent - message) / num_tokens, (executor.tensor_bytes - tensors) / num_tokens
-
-
 def main() -> None:
     parser = options(__doc__)
     parser.set_defaults(threads=2, model="")
@@ -79,7 +68,6 @@ def main() -> None:
         f"{given.ranks} ranks, {each} threads each": {"num_threads": each, "tensor_parallel": given.ranks},
     }
     best = {kind: [0.0, 0.0, 0.0] for kind in kinds}
-    sent: dict[int, tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         if not given.model:
             write_model(directory)
@@ -90,15 +78,10 @@ def main() -> None:
                     decode(engine, 8, 4)
                     rates = (decode(engine, 1, given.tokens), decode(engine, 8, given.tokens), prefill(engine, number))
                     best[kind] = [max(pair) for pair in zip(best[kind], rates, strict=True)]
-                    if "tensor_parallel" in changes and not sent:
-                        sent = {rows: bytes_of_steps(engine, rows, given.tokens) for rows in (1, 8, 32)}
     print_row("tokens/s", "1 row", "8 rows", f"prompt of {PROMPT_TOKENS}")
     for kind, figures in best.items():
         print_row(kind, *figures)
-    print_row("bytes of a step", "message", "tensors")
-    for rows, sizes in sent.items():
-        print_row(f"{rows} rows", *sizes)
-    print(json.dumps({"tokens_per_second": best, "bytes_of_a_step": sent}))
+    print(json.dumps({"tokens_per_second": best}))
 
 
 if __name__ == "__main__":

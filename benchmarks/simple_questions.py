@@ -48,7 +48,6 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="SETTING", default=["plain", "chat"])
     parser.add_argument("--half", choices=list(HALVES), default="report")
     parser.add_argument("--samples", type=int, help="8, for the first questions 20")
-    parser.add_argument("--verbose", action="store_true", help="print each question's first answer and its share")
     given = parser.parse_args()
     is_first = given.half == "first"
     num_samples = given.samples or (20 if is_first else 8)
@@ -69,11 +68,9 @@ def main() -> None:
         samples = engine.generate([prompt for prompt in prompts for _ in range(count)], seeded)
         texts = iter([tokenizer.decode(sample.completion_tokens) for sample in samples])
         found = []
-        for question, accepted in questions.items():
+        for accepted in questions.values():
             answers = [next(texts) for _ in range(count)]
             found.append(statistics.fmean(bool(re.search(accepted, answer, re.IGNORECASE)) for answer in answers))
-            if given.verbose:
-                print(f"{found[-1]:.2f} {question}  {answers[0]!r}")
         return found
 
     greedy = shares({"temperature": 0}, 1)
