@@ -23,8 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,11 +35,11 @@ from tests.security.mutants import Seed, lay_out, mutant, seeds
 from tests.security.opening import attempt
 
 MAX_SECONDS, SPARE_BYTES = 2.0, 8 << 20
-HANG_SECONDS = 60.0
-"""Without a word from the process that opens the files."""
+HANG_SECONDS = 120.0
+"""For a part of the mutants, which take less than a second."""
 ROOM_BYTES = 4 << 30
 """Of address space beyond what the process has when it starts: what asks for more gets an error, not the machine."""
-REPORT_EVERY, WARM_UP = 50, 200
+PART, WARM_UP = 50, 200
 SHARES = {
     **{"GGUF": 36, "GGUF (SentencePiece)": 18, "safetensors": 24, "config.json": 12, "tokenizer.json": 5},
     **{"tokenizer.json (SentencePiece)": 4, "tokenizer_config.json": 3, "tiktoken": 2, "tokenizer.pkl": 2},
@@ -87,64 +86,53 @@ def open_one(seed: Seed, path: Path, run: int, index: int) -> Outcome:
     return Outcome(index, is_refused, seconds, num_bytes, failure)
 
 
-def work(name: str, run: int, indices: range, directory: str, pipe: Connection) -> None:
-    """Open mutants in a process of their own; send the first index of each list, then the list of outcomes."""
+OPENED: dict[str, tuple[Seed, Path]] = {}
+"""Of a process that opens mutants: the format's name, its seed and the file that is written."""
+
+
+def prepare(name: str, directory: str) -> None:
+    """Prepare a process: warnings are errors, a panic is not printed before it can be caught, memory is limited."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ["RUST_BACKTRACE"] = "0"
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic writes to it before it can be caught
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     seed = seeds()[name]
     path = lay_out(seed, Path(directory))
+    OPENED[name] = seed, path
     for index in range(WARM_UP):  # what the libraries keep for good belongs to no mutant
-        try:
+        with suppress(BaseException):
             attempt(seed, path)
             path.write_bytes(mutant(seed, -1, index))
-        except BaseException:
-            continue
     gc.collect()
     limit = status_bytes("VmSize") + ROOM_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for start in range(0, len(indices), REPORT_EVERY):
-        part = indices[start : start + REPORT_EVERY]
-        pipe.send(part[0])
-        pipe.send([open_one(seed, path, run, index) for index in part])
-    pipe.send(None)
 
 
-def outcomes(name: str, run: int, indices: range) -> Iterator[Outcome]:
-    """Yield every mutant's outcome; a process that dies or hangs is started again, mutant by mutant, to find it."""
-    context = multiprocessing.get_context("spawn")
-    while indices:
-        with tempfile.TemporaryDirectory() as directory:
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(name, run, indices, directory, theirs))
-            process.start()
-            theirs.close()
-            at, why = indices.start, "hung"
+def open_part(name: str, run: int, indices: range) -> list[Outcome]:
+    """Open some mutants."""
+    return [open_one(*OPENED[name], run, index) for index in indices]
+
+
+def outcomes(name: str, run: int, indices: range) -> list[Outcome]:
+    """Return every mutant's outcome; after a part whose process died or hung, its mutants are opened one by one."""
+    found: list[Outcome] = []
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        multiprocessing.get_context("spawn").Pool(1, prepare, (name, directory)) as pool,
+    ):
+        while indices:
+            part, indices = indices[:PART], indices[PART:]
             try:
-                while ours.poll(HANG_SECONDS):
-                    message = ours.recv()
-                    if message is None:
-                        process.join()
-                        return
-                    if isinstance(message, int):
-                        at = message
-                    else:
-                        yield from message
-                        at += len(message)
-            except EOFError:
-                process.join()
-                why = f"died (exit status {process.exitcode})"
-            finally:
-                process.kill()
-                process.join()
-        end = min(at + REPORT_EVERY, indices.stop)
-        if end - at > 1:
-            for index in range(at, end):
-                yield from outcomes(name, run, range(index, index + 1))
+                found += pool.apply_async(open_part, (name, run, part)).get(HANG_SECONDS)
+            except multiprocessing.TimeoutError:
+                if len(part) == 1:
+                    return [Outcome(part[0], failure="the process died or hung")]
+                break
         else:
-            yield Outcome(at, failure=f"the process {why}")
-        indices = range(end, indices.stop)
+            return found
+    for index in part:
+        found += outcomes(name, run, range(index, index + 1))
+    return found + outcomes(name, run, indices)
 
 
 def main() -> int:
@@ -157,19 +145,17 @@ def main() -> int:
     os.environ["PYTHONSAFEPATH"] = "1"  # a spawned Python would look for modules in the current directory first
     shares = {name: SHARES.get(name, 0.5) for name in seeds()}
     rows, num_failed = [], 0
-    print(f"{'format':32} {'mutants':>8} {'accepted':>8} {'refused':>8} {'failed':>6} {'worst ms':>9} {'worst B':>9}")
+    print(f"{'format':32} {'mutants':>8} {'accepted':>8} {'refused':>8} {'failed':>8} {'worst ms':>9} {'worst B':>9}")
     for name in [given.only] if given.only else shares:
         count = given.mutants if given.only else max(1, round(given.mutants * shares[name] / sum(shares.values())))
-        found = list(
-            outcomes(name, given.seed, range(count) if given.index is None else range(given.index, given.index + 1))
-        )
+        indices = range(count) if given.index is None else range(given.index, given.index + 1)
+        found = outcomes(name, given.seed, indices)
         failures = [one for one in found if one.failure]
         num_refused, worst_ms = sum(one.is_refused for one in found), 1e3 * max(one.seconds for one in found)
         counts = (len(found), len(found) - num_refused - len(failures), num_refused, len(failures))
         worst_bytes = max(one.num_bytes for one in found)
         print(
-            f"{name:32} {counts[0]:8} {counts[1]:8} {counts[2]:8} {counts[3]:6} {worst_ms:9.1f} {worst_bytes:9}",
-            flush=True,
+            f"{name:32}" + "".join(f" {count:8}" for count in counts) + f" {worst_ms:9.1f} {worst_bytes:9}", flush=True
         )
         for one in failures[:20]:
             print(f"  --seed {given.seed} --only {name!r} --index {one.index}: {one.failure}", flush=True)
