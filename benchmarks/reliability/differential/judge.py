@@ -61,6 +61,22 @@ class Verdict:
             self.fault(f"{where}: {kind} {value:.6f}, expected {interval.low:.6f}, off by {distance:.2e}")
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A sample, what was asked, and a reference that has followed it."""
+
+    sample: TrainingSample
+    ask: PlannedRequest
+    columns: Columns
+    reference: Reference
+    where: str
+
+    @property
+    def index(self) -> int:
+        """The sample index of its draws."""
+        return self.sample.sample_index + self.ask.beginning.sample_index
+
+
 class Judge:
     """Owns the oracle of one world and its verdict."""
 
@@ -77,17 +93,13 @@ class Judge:
         """Check everything."""
         world = self.world
         for sample in world.samples:
-            self._check_sample(sample)
+            self._check_sample(sample, "sample")
         for view in world.ended_streams:
-            for index, deltas in sorted(view.seen.items()):
-                columns = joined(deltas)
-                last = deltas[-1].sample
-                where = f"stream {view.request_id}.{index}"
-                self._check_columns(world.asked[view.request_id], columns, view.request_id, index, where, last)
-                if last is not None:
-                    if columns_of(last) != columns:
-                        self.verdict.fault(f"{where}: the deltas are not the sample")
-                    self._check_end(world.asked[view.request_id], last, where)
+            for _, deltas in sorted(view.seen.items()):
+                if (last := deltas[-1].sample) is not None:
+                    if columns_of(last) != joined(deltas):
+                        self.verdict.fault(f"stream {view.request_id}: the deltas are not the sample")
+                    self._check_sample(last, "stream")
         self._check_replays()
         self.verdict.counts["preemptions"] += sum(sample.num_preemptions for sample in world.samples)
         self.verdict.counts["drafts"] += world.recorder.num_drafts if world.recorder is not None else 0
@@ -95,96 +107,65 @@ class Judge:
 
     # ---- one sample
 
-    def _check_sample(self, sample: TrainingSample) -> None:
-        ask = self.world.asked[sample.request_id]
-        where = f"sample {sample.request_id}.{sample.sample_index}"
-        self._check_columns(ask, columns_of(sample), sample.request_id, sample.sample_index, where, sample)
-        self._check_end(ask, sample, where)
+    def _check_sample(self, sample: TrainingSample, kind: str) -> None:
+        """Check each token of a sample, its prompt and its end."""
+        ask, columns = self.world.asked[sample.request_id], columns_of(sample)
+        case = Case(sample, ask, columns, Reference(ask, self.world.checkpoint.eos), where_of(sample, kind))
         self.verdict.counts["samples"] += 1
-
-    def _check_columns(
-        self,
-        ask: PlannedRequest,
-        columns: Columns,
-        request_id: int,
-        index: int,
-        where: str,
-        sample: TrainingSample | None,
-    ) -> None:
-        """Check each token of a completion, or of the part of it that came."""
         num_old = len(ask.partial.completion_tokens) if ask.partial is not None else 0
-        if ask.partial is not None and sample is not None and columns_of(ask.partial) != columns.first(num_old):
-            self.verdict.fault(f"{where}: a resumed sample changed what it had")
-        reference = Reference(ask, self.world.checkpoint.eos)
-        problem = is_consistent(reference, columns)
+        if ask.partial is not None and columns_of(ask.partial) != columns.first(num_old):
+            self.verdict.fault(f"{case.where}: a resumed sample changed what it had")
+        problem = is_consistent(case.reference, columns)
         if problem is not None:
-            self.verdict.fault(f"{where}: {problem}")
+            self.verdict.fault(f"{case.where}: {problem}")
             return
+        self._check_end(case)
         versions = columns.versions[num_old:]
         if list(versions) != sorted(versions) or any(version < ask.version for version in versions):
-            self.verdict.fault(f"{where}: versions {versions} of a request queued under {ask.version}")
+            self.verdict.fault(f"{case.where}: versions {versions} of a request queued under {ask.version}")
             return
-        # None for a stream that was closed and whose seed is not known
-        seed = sample.seed if sample is not None else ask.params.seed
-        draws = [i for i in reference.draws if i >= num_old]
-        groups = self._groups(ask, columns, request_id, index, draws, where)
+        draws = [i for i in case.reference.draws if i >= num_old]
+        groups = self._groups(case, draws)
         for path, places in groups:
             tokens = (*ask.prompt, *columns.tokens)[: len(path)]
             first = len(ask.prompt) + places[0] - 1
             logits_KV = self.oracle.logits(tokens, path, len(tokens) - first)
             for place in places:
-                logits_V = logits_KV[len(ask.prompt) + place - 1 - first]
-                self._check_draw(ask, reference, columns, place, logits_V, seed, index, f"{where} token {place}")
-        if sample is not None and sample.prompt_logprobs is not None:
-            self._check_prompt(ask, sample, where)
-        is_pure = self._is_pure(ask, columns, request_id, index, groups, len(draws))
-        if is_pure and sample is not None and sample.finish_reason != "abort":
-            self._replayable.append((sample, columns.versions[0]))
-
-    def _is_pure(
-        self, ask: PlannedRequest, columns: Columns, request_id: int, index: int, groups: Groups, num_draws: int
-    ) -> bool:
-        """Whether one version computed all of a completion and all the K/V that it read; notes it."""
-        is_known = num_draws == sum(len(places) for _, places in groups)
-        versions = {version for path, _ in groups for version in path} | set(columns.versions)
+                self._check_draw(case, place, logits_KV[len(ask.prompt) + place - 1 - first])
+        if sample.prompt_logprobs is not None:
+            self._check_prompt(case, sample.prompt_logprobs)
+        # whether one version computed all of the completion and all the K/V that it read
+        is_known = len(draws) == sum(len(places) for _, places in groups)
+        used = {version for path, _ in groups for version in path} | set(columns.versions)
         parent = (ask.partial.request_id, ask.partial.sample_index) if ask.partial is not None else None
-        if is_known and len(versions) == 1 and (parent is None or parent in self._pure):
-            self._pure.add((request_id, index))
-            return True
-        return False
+        if is_known and len(used) == 1 and (parent is None or parent in self._pure):
+            self._pure.add((sample.request_id, sample.sample_index))
+            if sample.finish_reason != "abort":
+                self._replayable.append((sample, columns.versions[0]))
 
-    def _floor(self, ask: PlannedRequest, version: int) -> int:
-        """Return the oldest weights whose K/V a token of that version may have read."""
-        renewed = [v for v, how in self.world.plans.items() if how != "keep" and v <= version]
-        return max([ask.version, *renewed])
-
-    def _groups(
-        self, ask: PlannedRequest, columns: Columns, request_id: int, index: int, draws: Sequence[int], where: str
-    ) -> Groups:
+    def _groups(self, case: Case, draws: Sequence[int]) -> Groups:
         """Return the draws by the weights of the K/V that they read: the versions of all positions before the last."""
         found: dict[tuple[int, ...], list[int]] = {}
-        whole = (*ask.prompt, *columns.tokens)
+        whole = (*case.ask.prompt, *case.columns.tokens)
         for place in draws:
-            version = columns.versions[place]
-            end = len(ask.prompt) + place
-            floor = self._floor(ask, version)
+            version = case.columns.versions[place]
+            end = len(case.ask.prompt) + place
+            renewed = [v for v, how in self.world.plans.items() if how != "keep" and v <= version]
+            floor = max([case.ask.version, *renewed])  # the oldest weights whose K/V the token may have read
             path: tuple[int, ...] | None = (version,) * end if floor == version else None
             if self.world.recorder is not None:
-                path = self._recorded(request_id, index, whole[:end], version, floor, f"{where} token {place}")
+                path = self._recorded(case, whole[:end], version, floor)
             if path is None:
                 self.verdict.counts["tokens over unknown K/V"] += 1
             else:
                 found.setdefault(path, []).append(place)
         return merged(found)
 
-    def _recorded(
-        self, request_id: int, index: int, tokens: tuple[int, ...], version: int, floor: int, where: str
-    ) -> tuple[int, ...] | None:
+    def _recorded(self, case: Case, tokens: tuple[int, ...], version: int, floor: int) -> tuple[int, ...] | None:
         """Return the versions of the K/V that a token was drawn after, as the recorder saw them."""
-        recorder = self.world.recorder
-        assert recorder is not None
-        ask = self.world.asked[request_id]
-        drawn = recorder.draws.get((request_id, index + ask.beginning.sample_index), {})
+        assert self.world.recorder is not None
+        where = f"{case.where} position {len(tokens)}"
+        drawn = self.world.recorder.draws.get((case.sample.request_id, case.index), {})
         for node in drawn.get(len(tokens), ()):
             seen, path = node.path()
             if seen == tokens and node.version == version:
@@ -195,29 +176,18 @@ class Judge:
         self.verdict.fault(f"{where}: no step drew it with version {version}")
         return None
 
-    def _check_draw(
-        self,
-        ask: PlannedRequest,
-        reference: Reference,
-        columns: Columns,
-        place: int,
-        logits_V: Tensor,
-        seed: int | None,
-        index: int,
-        where: str,
-    ) -> None:
+    def _check_draw(self, case: Case, place: int, logits_V: Tensor) -> None:
+        ask, columns, where = case.ask, case.columns, f"{case.where} token {place}"
         params, token = ask.params, columns.tokens[place]
         context = DrawContext(
             params=params,
             mode=params.logprobs_mode or self.world.config.logprobs_mode,
             history=(*ask.prompt, *columns.tokens[:place]),
             num_prompt=len(ask.prompt) - ask.beginning.num_tokens,
-            banned=reference.banned(place),
-            mask=reference.masks[place],
+            banned=case.reference.banned(place),
+            mask=case.reference.masks[place],
+            uniform=uniform(case.sample.seed, case.index, len(ask.prompt) + place),
         )
-        if seed is not None:
-            position = len(ask.prompt) + place
-            context = replace(context, uniform=uniform(seed, index + ask.beginning.sample_index, position))
         distribution = Distribution(logits_V, context)
         self.verdict.counts["tokens"] += 1
         if columns.sampling_masks is not None and not distribution.accept_mask(columns.sampling_masks[place]):
@@ -227,7 +197,7 @@ class Judge:
         if columns.raw_logprobs is not None:
             value = float(distribution.raw_V[token])
             self.verdict.compare("raw_logprobs", columns.raw_logprobs[place], Interval(value, value), where)
-        if (seed is not None or distribution.is_greedy) and not distribution.is_drawable(token):
+        if not distribution.is_drawable(token):
             self.verdict.fault(f"{where}: {token} is not the token at the uniform (or the best)")
         if columns.top_logprobs is not None and params.logprobs:
             self._check_top(columns.top_logprobs[place], params.logprobs, distribution, where)
@@ -258,25 +228,23 @@ class Judge:
 
     # ---- the prompt, the end
 
-    def _check_prompt(self, ask: PlannedRequest, sample: TrainingSample, where: str) -> None:
+    def _check_prompt(self, case: Case, values: Sequence[float]) -> None:
         """The prompt's log-probabilities are all of one version."""
-        assert sample.prompt_logprobs is not None
-        last = self.world.engine.get_weight_version()
-        versions = range(ask.version, last + 1)
-        if sample.finish_reason != "abort" and len(sample.prompt_logprobs) != len(ask.prompt) - 1:
-            self.verdict.fault(f"{where}: {len(sample.prompt_logprobs)} of {len(ask.prompt) - 1} prompt_logprobs")
-        count = len(sample.prompt_logprobs)
-        if not count:
+        ask, sample, where = case.ask, case.sample, case.where
+        versions = range(ask.version, self.world.engine.get_weight_version() + 1)
+        if sample.finish_reason != "abort" and len(values) != len(ask.prompt) - 1:
+            self.verdict.fault(f"{where}: {len(values)} of {len(ask.prompt) - 1} prompt_logprobs")
+        if not values:
             return
         mode = ask.params.logprobs_mode or self.world.config.logprobs_mode
         temperature = 1.0 if mode == "raw" else ask.params.temperature or 1.0
-        logp_TV, best = self._best_version(ask.prompt, 1, sample.prompt_logprobs, temperature, versions)
+        logp_TV, best = self._best_version(ask.prompt, values, temperature, versions)
         num_before = len(ask.partial.completion_tokens) if ask.partial is not None else 0
         # A resumed sample's prompt is scored again; its tokens are older.
         versions_after = sample.token_versions[num_before:]
         if versions_after and best > max(versions_after):
             self.verdict.fault(f"{where}: prompt_logprobs of version {best}, newer than all tokens")
-        for i, value in enumerate(sample.prompt_logprobs):
+        for i, value in enumerate(values):
             row_V = logp_TV[i]
             own = float(row_V[ask.prompt[i + 1]])
             at = f"{where} prompt {i + 1}"
@@ -296,27 +264,23 @@ class Judge:
                     self.verdict.fault(f"{at}: rank {sample.prompt_ranks[i]}, expected {low} to {high}")
 
     def _best_version(
-        self, tokens: Sequence[int], start: int, values: Sequence[float], temperature: float, versions: range
+        self, tokens: Sequence[int], values: Sequence[float], temperature: float, versions: range
     ) -> tuple[Tensor, int]:
-        """Return the log-probabilities [K, V] of the version that the values of tokens[start:] fit best."""
+        """Return the log-probabilities [K, V] of the version that the values of tokens[1:] fit best."""
         found: list[tuple[float, int, Tensor]] = []
         for version in versions:
-            logits_TV = self.oracle.logits(tokens, (version,) * len(tokens), len(tokens) - start + 1)
+            logits_TV = self.oracle.logits(tokens, (version,) * len(tokens), len(tokens))
             logp_KV = torch.log_softmax(logits_TV[: len(values)].double() / temperature, -1)
-            targets = torch.tensor(list(tokens[start : start + len(values)]))
-            own = logp_KV.gather(-1, targets[:, None])[:, 0]
+            own = logp_KV.gather(-1, torch.tensor(list(tokens[1 : 1 + len(values)]))[:, None])[:, 0]
             worst = float((own - torch.tensor(list(values), dtype=torch.float64)).abs().max())
             found.append((worst, version, logp_KV))
-        worst, version, logp_KV = min(found, key=lambda one: one[0])
+        _, version, logp_KV = min(found, key=lambda one: one[0])
         return logp_KV, version
 
-    def _check_end(self, ask: PlannedRequest, sample: TrainingSample, where: str) -> None:
+    def _check_end(self, case: Case) -> None:
         """The finish reason is what the rules give, and the sample says what was asked for."""
-        reference = Reference(ask, self.world.checkpoint.eos)
-        if is_consistent(reference, columns_of(sample)) is not None:
-            return  # reported before
-        fault = self.verdict.fault
-        reason, stop_reason = reference.end
+        ask, sample, where, fault = case.ask, case.sample, case.where, self.verdict.fault
+        reason, stop_reason = case.reference.end
         if sample.finish_reason == "abort":
             if sample.stop_reason is not None:
                 fault(f"{where}: aborted: {sample.stop_reason}")
@@ -376,7 +340,7 @@ class Judge:
         request_id = engine.add_request(ask.prompt, params, claim=True, **rules)
         engine.wait_for_any([request_id])
         (again,) = engine.collect(request_id)
-        where = f"sample {sample.request_id}.{sample.sample_index} alone"
+        where = where_of(sample, "sample") + " alone"
         self.verdict.counts["replays"] += 1
         ours, theirs = columns_of(sample), columns_of(again)
         if self.world.path == "c":
@@ -388,6 +352,11 @@ class Judge:
         ends = [(one.finish_reason, one.stop_reason) for one in (sample, again)]
         if ours.tokens == theirs.tokens and ends[0] != ends[1]:
             self.verdict.fault(f"{where}: ends as {ends[1]}, not {ends[0]}")
+
+
+def where_of(sample: TrainingSample, kind: str) -> str:
+    """Return a sample's name in faults."""
+    return f"{kind} {sample.request_id}.{sample.sample_index}"
 
 
 def merged(groups: dict[tuple[int, ...], list[int]]) -> Groups:
