@@ -95,13 +95,16 @@ def serving(model: str, words: Sequence[str]) -> Iterator[tuple[int, float]]:
             process.terminate()
 
 
-async def events(port: int, path: str, asked: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def events(
+    port: int, path: str, asked: Mapping[str, Any], more: Iterable[str] = ()
+) -> AsyncIterator[dict[str, Any]]:
     """Yield the events of a streamed reply. A cheap client, because it runs on the server's cores."""
     body = json.dumps(asked).encode()
-    headers = ("host: 127.0.0.1", "content-type: application/json", f"content-length: {len(body)}", "connection: close")
+    lines = [f"POST {path} HTTP/1.1", "host: 127.0.0.1", "content-type: application/json", "connection: close", *more]
+    head = "\r\n".join([*lines, f"content-length: {len(body)}", "", ""])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write("\r\n".join((f"POST {path} HTTP/1.1", *headers, "", "")).encode() + body)
+        writer.write(head.encode() + body)
         status = await reader.readline()
         if b" 200 " not in status:
             raise RuntimeError(f"the server answered {status!r}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import percentile, random_ids
+from harness import events, percentile, random_ids
 
 JSON = dict[str, Any]
 Finding = tuple[JSON, bool]
@@ -35,16 +35,12 @@ TOKEN_BYTES = 46_080
 MIB = 1 << 20
 
 
-class Closed(Exception):
-    """The server closed the connection."""
-
-
 @dataclass(frozen=True, slots=True)
 class Reply:
     """A whole HTTP reply."""
 
     status: int
-    headers: Mapping[str, str]
+    head: str
     body: bytes
     seconds: float
 
@@ -61,7 +57,7 @@ class Stream:
     """When each event with tokens came."""
     error: JSON | None = None
     is_done: bool = False
-    """[DONE] came; if not, the connection was cut."""
+    """The last token came; if not, the connection was cut."""
 
     @property
     def gaps(self) -> list[float]:
@@ -96,46 +92,6 @@ class Wire:
         data = b"" if body is None else json.dumps(body).encode()
         lines += [] if body is None else ["content-type: application/json", f"content-length: {len(data)}"]
         await self.send("\r\n".join([*lines, "", ""]).encode() + data)
-
-    async def head(self) -> tuple[int, dict[str, str]]:
-        """Read a status and headers. Raises `Closed`."""
-        try:
-            data = await self.reader.readuntil(b"\r\n\r\n")
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise Closed from error
-        status, *lines = data.decode("latin-1").split("\r\n")
-        pairs = (line.split(":", 1) for line in lines if line)
-        return int(status.split()[1]), {name.lower(): value.strip() for name, value in pairs}
-
-    async def pieces(self, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-        """Yield the body as it comes. Raises `Closed` if it ends too early."""
-        try:
-            if headers.get("transfer-encoding") == "chunked":
-                while size := int(await self.reader.readuntil(b"\r\n"), 16):
-                    yield (await self.reader.readexactly(size + 2))[:-2]
-                await self.reader.readuntil(b"\r\n")
-            else:
-                yield await self.reader.readexactly(int(headers.get("content-length", "0")))
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise Closed from error
-
-    async def reply(self) -> Reply:
-        """Read a whole reply. Raises `Closed`."""
-        began = time.monotonic()
-        status, headers = await self.head()
-        body = b"".join([piece async for piece in self.pieces(headers)])
-        return Reply(status, headers, body, time.monotonic() - began)
-
-    async def events(self) -> AsyncIterator[JSON]:
-        """Yield a stream's events: objects, and {"done": True} at its end. Raises `Closed`, `RuntimeError`."""
-        status, headers = await self.head()
-        if status != 200 or "event-stream" not in headers.get("content-type", ""):
-            raise RuntimeError(f"no stream but status {status}")
-        rest = b""
-        async for piece in self.pieces(headers):
-            *whole, rest = (rest + piece).split(b"\n\n")
-            for data in (event.removeprefix(b"data: ") for event in whole if event.startswith(b"data: ")):
-                yield {"done": True} if data == b"[DONE]" else json.loads(data)
 
     def close(self, *, reset: bool = False) -> None:
         """Close with FIN, or with RST."""
@@ -193,27 +149,23 @@ class Server:
         async with asyncio.timeout(timeout):
             wire = await Wire.open(self.port)
             try:
-                await wire.request(path, body, headers)
-                reply = await wire.reply()
+                await wire.request(path, body, [*headers, "connection: close"])
+                head, _, data = (await wire.reader.read()).partition(b"\r\n\r\n")
             finally:
                 wire.close()
-        return Reply(reply.status, reply.headers, reply.body, time.monotonic() - began)
+        if not head:
+            raise ConnectionError("closed without a reply")
+        return Reply(int(head.split()[1]), head.decode("latin-1").lower(), data, time.monotonic() - began)
 
     async def stream(self, body: JSON, headers: Iterable[str] = (), out: Stream | None = None) -> Stream:
         """Read a streamed completion to its end, into `out`. Raises `RuntimeError` if it is refused."""
-        out, wire = Stream() if out is None else out, await Wire.open(self.port)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await wire.request(COMPLETIONS, {**body, "stream": True, "return_token_ids": True}, headers)
-                async for event in wire.events():
-                    out.is_done |= bool(event.get("done"))
-                    out.error = event.get("error", out.error)
-                    if any(choice.get("token_ids") for choice in event.get("choices", ())):
-                        out.times.append(time.monotonic())
-        except Closed:
-            pass
-        finally:
-            wire.close()
+        out = Stream() if out is None else out
+        async with asyncio.timeout(WAIT_S):
+            async for event in events(self.port, COMPLETIONS, {**body, "stream": True}, headers):
+                out.error = event.get("error", out.error)
+                for choice in event.get("choices", ()):
+                    out.times += [time.monotonic()] if choice.get("token_ids") else []
+                    out.is_done |= choice.get("finish_reason") is not None
         return out
 
     async def load(self) -> tuple[int, int, int]:
