@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, make_model
 
 MAX_POSITIONS = 256
 _NEEDS_ALL_LAYERS = ("SmolLM3", "Gemma3")
@@ -23,7 +23,6 @@ _NEEDS_ALL_LAYERS = ("SmolLM3", "Gemma3")
 class Checkpoint:
     """A checkpoint on disk and Transformers' model of it."""
 
-    family: str
     directory: Path
     model: transformers.PreTrainedModel
     vocab_size: int
@@ -36,46 +35,27 @@ def make_checkpoint(family: str, rng: random.Random, directory: Path) -> Checkpo
     kind, options = FAMILIES[family]
     size = rng.randrange(64, 320)
     eos = rng.choice([None, None, rng.randrange(size), [rng.randrange(size), rng.randrange(size)]])
-    common: dict[str, Any] = {
+    more: dict[str, Any] = {
         "vocab_size": size,
-        "hidden_size": 48,
         "intermediate_size": rng.choice([40, 80, 97]),
         "num_hidden_layers": 4 if kind in _NEEDS_ALL_LAYERS else rng.choice([1, 2, 4]),
         "max_position_embeddings": MAX_POSITIONS,
-        "bos_token_id": None,
-        "pad_token_id": None,
         "eos_token_id": eos,
     }
+    more = {name: value for name, value in more.items() if name not in options}
     if options.get("sliding_window") is not None:
-        options = {**options, "sliding_window": rng.choice([5, 16, options["sliding_window"], 64])}
-    config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
-    config = config_class(**(common | options))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().float()
+        more["sliding_window"] = rng.choice([5, 16, options["sliding_window"], 64])
+    model = make_model(family, directory, more)
     model.set_attn_implementation("eager")
-    fill(model, rng, is_plain=not kind.startswith("Gemma"))
-    model.save_pretrained(directory)
+    config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Checkpoint(
-        family=family,
         directory=directory,
         model=model,
         vocab_size=size,
         eos=frozenset([eos] if isinstance(eos, int) else eos or ()),
         kv_bytes_per_token=2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim,
     )
-
-
-@torch.no_grad()
-def fill(model: transformers.PreTrainedModel, rng: random.Random, *, is_plain: bool) -> None:
-    """Give every parameter random values; norm weights lie around 1, or around 0 where the family adds 1 itself."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**62))
-    spread = rng.choice([0.08, 0.12, 0.2]) * (48 / model.config.hidden_size) ** 0.5
-    for name, weight in model.named_parameters():
-        values = torch.randn(weight.shape, generator=generator)
-        if "norm" in name:
-            weight.copy_(values * 0.3 + float(is_plain))
-        else:
-            weight.copy_(values * spread)
 
 
 @torch.no_grad()
