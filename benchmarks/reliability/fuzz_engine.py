@@ -1,7 +1,6 @@
 """Differential fuzz of the engine: random histories, every number checked against Transformers in float32.
 
     python benchmarks/reliability/fuzz_engine.py [--minutes 30] [--seed N] [--family NAME] [--path c|torch|cuda|all]
-                                                 [--replay SEED]
 
 A world is a tiny random model of a random family, a random configuration (cache small enough to preempt) and a random
 history over the public API: requests with every sampling parameter, matchers, token programs, streams, aborts,
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import random
 import sys
 import tempfile
@@ -58,7 +56,7 @@ class Plan:
     def command(self) -> str:
         """The command line that repeats it."""
         where = "python benchmarks/reliability/fuzz_engine.py"
-        return f"{where} --replay {self.seed} --family {self.family} --path {self.path}"
+        return f"{where} --minutes 0 --seed {self.seed} --family {self.family} --path {self.path}"
 
 
 @dataclass
@@ -112,9 +110,8 @@ def try_world(plan: Plan, wrap: Callable[[Runner], Runner] | None = None) -> Ver
 def plans(given: argparse.Namespace) -> list[Plan]:
     """Return the worlds of one round: each path of a family that the seed chooses."""
     paths = PATHS if given.path == "all" else (given.path,)
-    seed = given.seed if given.replay is None else given.replay
-    family = given.family or random.Random(f"family {seed}").choice(sorted(FAMILIES))
-    return [Plan(seed, family, path) for path in paths]
+    family = given.family or random.Random(f"family {given.seed}").choice(sorted(FAMILIES))
+    return [Plan(given.seed, family, path) for path in paths]
 
 
 def fuzz(given: argparse.Namespace) -> Totals:
@@ -127,7 +124,7 @@ def fuzz(given: argparse.Namespace) -> Totals:
             for what in verdict.faults:
                 print(f"DIFFERENCE {what}\n  {plan.command}", flush=True)
         seconds = time.monotonic() - began
-        is_over = given.replay is not None or seconds > 60 * given.minutes or len(totals.failures) >= MAX_FAILURES
+        is_over = seconds > 60 * given.minutes or len(totals.failures) >= MAX_FAILURES
         if is_over or totals.worlds % 60 == 0:
             shown = ", ".join(f"{totals.counts[name]:,} {name}" for name in SHOWN)
             print(f"{seconds:.0f} s: {totals.worlds} worlds, {shown}", flush=True)
@@ -138,22 +135,15 @@ def fuzz(given: argparse.Namespace) -> Totals:
         given.seed += 1
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first world; the next ones count up")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="one family (default: chosen by the seed)")
     parser.add_argument("--path", choices=[*PATHS, "all"], default="all", help="cuda: that executor on a CPU")
-    parser.add_argument("--replay", type=int, metavar="SEED", help="run the world of this seed only")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    given = arguments(argv)
+    given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("nano_inference").setLevel(logging.CRITICAL)  # each refused update is an error there
     totals = fuzz(given)
     differences = {kind: asdict(found) for kind, found in sorted(totals.differences.items())}
     found = {"passed": not totals.failures, "worlds": totals.worlds, "max_difference": totals.worst}

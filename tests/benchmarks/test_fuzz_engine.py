@@ -5,7 +5,6 @@ Every number of a world is compared with Transformers under the weights that com
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,12 +41,6 @@ CUDA_PLANS = (
     Plan(6, "llama3-rope-ratio3-tied", "cuda"),
 )
 """The CUDA executor on CPU tensors, with plain kernels."""
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Refused updates are part of a world and logged as errors."""
-    caplog.set_level(logging.CRITICAL, "nano_inference")
 
 
 @pytest.mark.parametrize(
