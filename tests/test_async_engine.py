@@ -63,6 +63,18 @@ def test_concurrent_generates_equal_separate_ones() -> None:
     run(work)
 
 
+def test_a_cancelled_watch_is_forgotten() -> None:
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        found = await engine.watch(lambda _: None)
+        assert engine.num_watches == 1
+        found.cancel()
+        await asyncio.sleep(0)  # its callback
+        await engine.call(lambda _: None)
+        assert engine.num_watches == 0
+
+    run(work)
+
+
 def test_stream_yields_every_token_and_then_the_sample() -> None:
     (expected,) = fake_engine().generate([PROMPT], PARAMS, program=Calculator())
 

@@ -47,6 +47,10 @@ def through_json(one: TrainingSample) -> TrainingSample:
     return TrainingSample.from_dict(json.loads(json.dumps(one.to_dict(), allow_nan=False)))
 
 
+def test_a_sample_of_required_fields_counts_nothing_else() -> None:
+    assert (sample().num_cached_tokens, sample().num_preemptions) == (0, 0)
+
+
 # ---- versions and labels
 
 

@@ -121,6 +121,8 @@ def test_request_larger_than_the_cache_is_rejected_at_admission() -> None:
     with pytest.raises(BadRequest, match="whole KV cache"):
         ours.generate([[1] * 20], SamplingParams(max_tokens=None))
     assert len(ours.generate([PROMPT], SamplingParams(max_tokens=15, ignore_eos=True))[0].completion_tokens) == 15
+    smallest = fake(kv=fake_parts("radix", 1, 4).kv)
+    assert len(smallest.generate([[1]], SamplingParams(max_tokens=3, ignore_eos=True))[0].completion_tokens) == 3
 
 
 @pytest.mark.parametrize(

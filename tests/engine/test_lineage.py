@@ -32,6 +32,12 @@ def test_samples_have_their_engines_lineage() -> None:
     assert [delta.sample for delta in one.stream(PROMPT, PARAMS)][-1].lineage == one.lineage  # type: ignore[union-attr]
 
 
+def test_lineage_has_at_most_128_characters() -> None:
+    assert fake_engine(lineage="x" * 128).lineage == "x" * 128
+    with pytest.raises(BadRequest, match="lineage must be a string of 1 to 128 characters"):
+        fake_engine(lineage="x" * 129)
+
+
 def test_resume_in_another_engine_raises_naming_both_lineages() -> None:
     one, two = fake_engine(), fake_engine()
     partial = interrupted(one)
