@@ -254,6 +254,12 @@ def test_a_failed_server_is_reported_with_its_log(tmp_path: Path, started: list[
     started.append(silent)
     with pytest.raises(RuntimeError, match=f"no words came.*{log}"):
         silent.measure(0)
+    short = start_server(
+        SERVER.replace("WORDS", "'words'").replace('"completion_tokens": 64', '"completion_tokens": 63'), log
+    )
+    started.append(short)
+    with pytest.raises(RuntimeError, match="2016 tokens came, 2048 were asked for"):
+        short.measure(0)
     silent.pause()
     silent.limit = 0.1
     with pytest.raises(RuntimeError, match=f"not answered after.*{log}"):
