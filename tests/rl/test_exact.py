@@ -175,7 +175,7 @@ def fresh(tmp_path: Path) -> Iterator[Case]:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_step_of_an_optimizer_makes_the_policy_stale(fresh: Case, kind: str) -> None:
     optimizer = OPTIMIZERS[kind](list(fresh.policy.leaves))
-    policy = Policy(fresh.engine, fresh.model, optimizer)
+    policy = Policy(fresh.engine, fresh.model, [OPTIMIZERS["sgd"](list(fresh.policy.leaves)), optimizer])
     samples = fresh.samples()
     with pytest.raises(StaleWeights, match="sync"):
         train_logprobs(policy, samples)

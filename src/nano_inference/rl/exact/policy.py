@@ -41,13 +41,13 @@ class Policy:
         self,
         engine: InferenceEngine,
         parameters: nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         *,
         by_layer: bool = True,
     ) -> None:
         """`parameters` are a module's, or named ones, by the names that `update_weights` takes; tied ones once.
 
-        `optimizer`: each of its steps counts as a change, also that of a fused one, which torch's counters of changes
+        `optimizer`, one or several: each step counts as a change, also a fused one's, which torch's counters of changes
         miss. A parameter that is replaced by another object in its module is not seen: make a new policy. `by_layer`
         keeps one residual a layer for the backward pass and computes the rest again.
         Raises `BadRequest` for an engine that is not exact, for dropout in training, for a module wrapped by
@@ -71,8 +71,8 @@ class Policy:
         self._named = named
         self._installed: tuple[Any, ...] | None = None  # `_state` after the last `sync`
         self._num_changes = 0  # changes that were reported
-        if optimizer is not None:
-            optimizer.register_step_post_hook(lambda *_: self.changed())
+        for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
+            one.register_step_post_hook(lambda *_: self.changed())
 
     def sync(self) -> int:
         """Install the parameters in the engine if they changed; return the version. Call after each optimizer step."""
