@@ -10,7 +10,12 @@ import pytest
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from tests.models.families import make_model
+from tests.nanochat.tiny import write_checkpoint
 
+NAMES = (
+    *("llama-ratio1-untied", "llama3-rope-ratio3-tied", "qwen2-yarn-window", "qwen3-ratio3-tied", "mistral-window"),
+    *("gemma2", "gemma3", "smollm3-layers-without-rope"),
+)
 PROMPTS = [[7, 3, 99, 21, 4, 60], [12], list(range(30, 70))]
 PARAMS = {
     "temperature": SamplingParams(temperature=0.7),
@@ -35,11 +40,14 @@ def scored(
     return engine.score(texts, starts, **options), [list(one.logprobs) for one in samples]  # type: ignore[return-value]
 
 
-@pytest.fixture(scope="module", params=["llama-ratio1-untied", "gemma2"])
+@pytest.fixture(scope="module", params=[*NAMES, "G4"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("scored")
-    make_model(request.param, directory)
-    config = EngineConfig(model_path=str(directory), dtype="float32", device="cpu")
+    if request.param in NAMES:
+        make_model(request.param, directory)
+    else:
+        write_checkpoint(directory, request.param)
+    config = EngineConfig(model_path=str(directory), dtype="float32", device="cpu", kv_cache_bytes=8 << 20)
     with InferenceEngine(config) as one:
         yield one
 
@@ -57,6 +65,7 @@ def test_score_repeats_the_parameters_of_a_sample(engine: InferenceEngine, name:
         assert scored(engine, samples, temperature=params.temperature)[0] != expected
 
 
+@pytest.mark.parametrize("engine", NAMES[:1], indirect=True)
 def test_score_with_wrong_parameters_is_refused(engine: InferenceEngine) -> None:
     params = SamplingParams()
     refused: list[tuple[str, Callable[[], object]]] = [
