@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 from nano_inference import BadRequest, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.models import ops
-from nano_inference.rl.exact import Policy, StaleWeights, exact_values, train_logprobs
+from nano_inference.models.families import program_of
+from nano_inference.rl.exact import Policy, StaleWeights, exact_executor, exact_values, train_logprobs
 from nano_inference.rl.exact.program import DIFFERENTIABLE
 from tests.models.families import FAMILIES, make_model
+from tests.nanochat.tiny import write_checkpoint
 
 PROMPTS = [[7, 3, 99, 21, 4, 60], [12], list(range(30, 70))]
 
@@ -104,9 +108,31 @@ def replace_by_layer(policy: Policy, by_layer: bool) -> Policy:
     return other
 
 
-def test_every_operation_has_a_gradient_or_is_refused() -> None:
-    known = {*DIFFERENTIABLE, ops.Store, ops.Keep}
-    assert set(ops.Op.__args__) - known == {ops.Reduce}
+NANOCHAT = ("G0", "G2", "G2e", "G4")  # `test_exact_nanochat` compares their derivatives
+
+
+def test_gradient_of_every_operation_is_compared_in_some_program(tmp_path: Path) -> None:
+    """An operation that no family here has would have a gradient that no test looks at."""
+    found: set[type[Any]] = set()
+    for name in (*FAMILIES, *NANOCHAT):
+        if name in FAMILIES:
+            make_model(name, tmp_path / name)
+        else:
+            write_checkpoint(tmp_path / name, name)
+        found |= {type(op) for op in program_of(open_checkpoint(tmp_path / name).config).ops}
+    assert found == {*DIFFERENTIABLE, ops.Store, ops.Keep}
+    assert set(ops.Op.__args__) - found == {ops.Reduce}
+
+
+@pytest.mark.parametrize("kind", [ops.Rotate, ops.Softcap])
+def test_operation_without_gradient_is_refused_by_name(
+    kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(DIFFERENTIABLE, kind)  # type: ignore[arg-type]
+    model = make_model("gemma2", tmp_path)
+    config = EngineConfig(str(tmp_path), device="cpu", dtype="float32")
+    with InferenceEngine(config) as engine, pytest.raises(BadRequest, match=f"gradient: {kind.__name__}$"):
+        Policy(engine, model)
 
 
 # ---- the distribution that was sampled from -------------------------------------------------------------------------
@@ -362,3 +388,32 @@ def test_what_is_not_exact_is_refused_by_name(llama: Case, tmp_path: Path) -> No
             with pytest.raises(BadRequest) as caught:
                 call()
             assert caught.value.field == field, field
+
+
+PLACES: dict[str, tuple[dict[str, Any], str, str | None]] = {
+    "ranks": ({"tensor_parallel": 2}, "cpu", "tensor_parallel"),
+    "CUDA": ({}, "cuda", "deterministic"),
+    "CUDA, deterministic": ({"deterministic": True}, "cuda", None),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_engine_whose_rows_depend_on_the_batch_is_refused(place: str) -> None:
+    options, device, field = PLACES[place]
+    executor = SimpleNamespace(device=torch.device(device), code="cuda")
+    engine: Any = SimpleNamespace(config=EngineConfig("model", **options), parts=SimpleNamespace(executor=executor))
+    if field is None:
+        assert exact_executor(engine) is executor
+        return
+    with pytest.raises(BadRequest) as caught:
+        exact_executor(engine)
+    assert caught.value.field == field
+
+
+def test_module_whose_gradients_would_not_be_averaged_is_refused(llama: Case) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(BadRequest, match="use exact_values"):
+            Policy(llama.engine, nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    finally:
+        torch.distributed.destroy_process_group()
