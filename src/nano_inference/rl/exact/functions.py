@@ -17,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from nano_inference.core.admission import score_starts, scoring_requests
 from nano_inference.core.sequence import stop_ids_of
 from nano_inference.engine import InferenceEngine
+from nano_inference.rl.exact.logits import logits_of
 from nano_inference.rl.exact.policy import Policy, StaleWeights, exact_executor
-from nano_inference.rl.exact.program import Texts, gradients
+from nano_inference.rl.exact.program import Texts, gradients, head_width
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 
@@ -39,6 +40,8 @@ def train_logprobs(
     `InferenceEngine.score`. `values` [N] skips scoring where they are known.
     The forward pass is the engine's, with the weights of `Policy.sync`; the backward pass recomputes the model's
     program in torch, in the parameters' precision (float32 at least), and differs from an exact gradient by about 1e-6.
+    Where the engine rounds its weights, they are recomputed as rounded, and the gradient at the logits is that of the
+    engine's own (`Policy`), as it is with top-k, top-p and min-p, so that the tokens kept are those of sampling.
     Raises `StaleWeights`, and `BadRequest` for a sample of several versions of the weights.
     """
     policy.check()
@@ -134,7 +137,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values_N: Tensor, mask_N: Tensor, policy: Policy, texts: Texts, *leaves: Tensor) -> Tensor:
-        ctx.policy, ctx.texts, ctx.counters = policy, texts, policy.counters()
+        ctx.policy, ctx.texts, ctx.state = policy, texts, policy.state()
         ctx.save_for_backward(mask_N, *leaves)  # an optimizer step before the backward pass then raises
         return values_N.clone()
 
@@ -143,25 +146,27 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
         mask_N, *leaves = ctx.saved_tensors
         policy: Policy = ctx.policy
-        if ctx.counters != policy.counters():  # fused optimizers are not noticed by saved tensors
-            raise StaleWeights("the parameters have changed between the forward and the backward pass")
+        if ctx.state != policy.state():  # fused optimizers are not noticed by saved tensors
+            raise StaleWeights("the weights have changed between the forward and the backward pass")
         wanted = [i for i, is_needed in enumerate(ctx.needs_input_grad[4:]) if is_needed]
         with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
+            values = policy.computed([leaf.detach() for leaf in leaves])
             tensors = {
-                name: _computed(leaf.detach()).requires_grad_(i in wanted)
-                for i, (name, leaf) in enumerate(zip(policy.names, leaves, strict=True))
+                name: value.requires_grad_(i in wanted)
+                for i, (name, value) in enumerate(zip(policy.names, values, strict=True))
             }
             names = [policy.names[i] for i in wanted]
-            found = gradients(policy.program, tensors, names, ctx.texts, grad_N * mask_N, by_layer=policy.by_layer)
+            texts: Texts = ctx.texts
+            logits = None
+            if policy.needs_logits(texts.params):
+                logits = logits_of(policy.engine, texts.ids, texts.starts, head_width(policy.program))
+            found = gradients(
+                policy.program, tensors, names, texts, grad_N * mask_N, by_layer=policy.by_layer, exact_logits=logits
+            )
         grads: list[Tensor | None] = [None] * len(leaves)
         for i, one in zip(wanted, found, strict=True):
             grads[i] = None if one is None else one.to(leaves[i].dtype)
         return None, None, None, None, *grads
-
-
-def _computed(value: Tensor) -> Tensor:
-    """Return a parameter in the precision of the backward pass: float64, or float32 as the kernels compute."""
-    return value if value.dtype == torch.float64 else value.float()
 
 
 class _Replaced(torch.autograd.Function):

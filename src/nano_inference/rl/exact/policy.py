@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.protocol import Executor
 from nano_inference.rl.exact.program import unsupported
-from nano_inference.types import BadRequest
+from nano_inference.types import BadRequest, SamplingParams
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
@@ -44,16 +44,20 @@ class Policy:
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         *,
         by_layer: bool = True,
+        exact_head: bool | None = None,
     ) -> None:
         """`parameters` are a module's, or named ones, by the names that `update_weights` takes; tied ones once.
 
         `optimizer`, one or several: each step counts as a change, also a fused one's, which torch's counters of changes
         miss. A parameter that is replaced by another object in its module is not seen: make a new policy. `by_layer`
-        keeps one residual a layer for the backward pass and computes the rest again.
+        keeps one residual a layer for the backward pass and computes the rest again. `exact_head`: the gradient at the
+        logits is onehot - softmax of the engine's own logits, which a second forward pass of the engine computes; None:
+        where the engine rounds weights or computes in half precision.
         Raises `BadRequest` for an engine that is not exact, for dropout in training, for a module wrapped by
         `DistributedDataParallel`, for an operation without gradient, and for missing parameters.
         """
-        self.program = exact_executor(engine).program
+        executor = exact_executor(engine)
+        self.program = executor.program
         missing = unsupported(self.program)
         if missing:
             raise BadRequest("engine", f"its model has operations without a gradient: {', '.join(missing)}")
@@ -67,18 +71,21 @@ class Policy:
         if absent:
             raise BadRequest("parameters", f"lack {len(absent)} of the model's weights, the first is {absent[0]}")
         self.engine, self.by_layer = engine, by_layer
+        self._executor = executor
+        self._is_rounded = executor.weights.dtype != "float32"
+        self._has_exact_head = self._is_rounded if exact_head is None else exact_head
         self.leaves = tuple(known[name] for name in self.names)
         self._named = named
-        self._installed: tuple[Any, ...] | None = None  # `_state` after the last `sync`
+        self._installed: tuple[Any, ...] | None = None  # `state` after the last `sync`
         self._num_changes = 0  # changes that were reported
         for one in [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer:
             one.register_step_post_hook(lambda *_: self.changed())
 
     def sync(self) -> int:
         """Install the parameters in the engine if they changed; return the version. Call after each optimizer step."""
-        if self._installed is None or self._installed != self._state():
+        if self._installed is None or self._installed != self.state():
             self.engine.update_weights({name: value.detach() for name, value in self._named.items()}, blocking=True)
-            self._installed = self._state()
+            self._installed = self.state()
         return self.engine.weight_info().version
 
     def changed(self) -> None:
@@ -90,14 +97,29 @@ class Policy:
         """Raise `StaleWeights` if the engine does not have the parameters of now."""
         if self._installed is None:
             raise StaleWeights("the parameters have changed, or were never installed: call sync()")
-        if self._installed != self._state():
+        if self._installed != self.state():
             raise StaleWeights("the parameters or the engine's weights have changed: call sync()")
+
+    def computed(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parameters as the engine has them, in float64 or float32, in which the backward pass computes."""
+        if self._is_rounded:
+            stored = dict(self._executor.weights.values(self.names))
+            pairs = zip(self.names, leaves, strict=True)
+            return [stored[name].to(leaf.device, torch.float32, copy=True) for name, leaf in pairs]
+        return [leaf if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves]
+
+    def needs_logits(self, params: Sequence[SamplingParams]) -> bool:
+        """Return whether the backward pass has the engine's own logits; not with windows that restrict prompts only."""
+        restricted = (one for one in params if one.logprobs_mode == "processed")
+        is_restricted = any(one.top_k or one.top_p < 1 or one.min_p for one in restricted)
+        return (self._has_exact_head or is_restricted) and not self.program.has_full_decode
 
     def counters(self) -> tuple[Any, ...]:
         """Return the number of reported changes, and each parameter's memory and count of in-place changes."""
         return (self._num_changes, *((leaf.data_ptr(), leaf._version) for leaf in self.leaves))
 
-    def _state(self) -> tuple[Any, ...]:
+    def state(self) -> tuple[Any, ...]:
+        """Return what changes with the engine's weights or the parameters."""
         return (self.engine.weight_info().version, *self.counters())
 
 

@@ -78,11 +78,13 @@ def gradients(
     grad_N: Tensor,
     *,
     by_layer: bool,
+    exact_logits: Callable[[int], Tensor] | None = None,
 ) -> list[Tensor | None]:
     """Return the gradients of some weights for those of the scored tokens' log-probabilities; None for one not used.
 
     `tensors` are the program's weights by name, float32 or float64 leaves, of which `wanted` require a gradient.
-    `by_layer` keeps one residual a layer, and computes the rest again (activation checkpointing).
+    `by_layer` keeps one residual a layer, and computes the rest again (activation checkpointing). `exact_logits`
+    returns the logits [C, V] of the next tokens, whose softmax the gradient has instead of that of recomputed ones.
     """
     leaves = [tensors[name] for name in wanted]
     some = next(iter(tensors.values()))
@@ -93,17 +95,23 @@ def gradients(
     grad_NE = torch.empty_like(x_NE)
     known = _known_of(texts)
     targets = [token for ids, start in zip(texts.ids, texts.starts, strict=True) for token in ids[start:]]
-    width = max(1, HEAD_ELEMENTS // program.vocab_size)
+    width = head_width(program)
     for start in range(0, len(known), width):
         piece = slice(start, start + width)
         x_CE = x_NE[piece].detach().requires_grad_()
         target_C = torch.tensor(targets[piece], device=x_CE.device)
-        out_C = _head(program, tensors, tokens, x_CE, target_C, known[piece])
+        exact_CV = None if exact_logits is None else exact_logits(len(target_C))
+        out_C = _head(program, tensors, tokens, x_CE, target_C, known[piece], exact_CV)
         grad_CE, *more = torch.autograd.grad(out_C, [x_CE, *leaves], grad_N[piece].to(out_C), allow_unused=True)
         grad_NE[piece] = grad_CE
         found = list(map(_sum, found, more))
     below = torch.autograd.grad(x_NE, leaves, grad_NE, allow_unused=True)
     return list(map(_sum, found, below))
+
+
+def head_width(program: Program) -> int:
+    """Return the most tokens whose logits are in memory at a time."""
+    return max(1, HEAD_ELEMENTS // program.vocab_size)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -184,9 +192,12 @@ def _head(
     x_CE: Tensor,
     target_C: Tensor,
     known: Sequence[Known],
+    exact_CV: Tensor | None,
 ) -> Tensor:
     """Return the log-probabilities [C] of known tokens, from residuals."""
     logits_CV = _run((*program.final, *program.head), {"x": x_CE}, tensors, tokens)["logits"]
+    if exact_CV is not None:  # exact values, and the gradient of the head that was computed again
+        logits_CV = exact_CV.to(logits_CV) + (logits_CV - logits_CV.detach())
     logits_CV = _adjusted(logits_CV, known)
     divisors = [(row.params.temperature or 1.0) if row.logprobs_mode != "raw" else 1.0 for row, _ in known]
     if any(divisor != 1 for divisor in divisors):
