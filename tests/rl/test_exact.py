@@ -67,7 +67,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
 
 def made(name: str, directory: Path) -> Iterator[Case]:
     model = make_model(name, directory)
-    with InferenceEngine(EngineConfig(model_path=str(directory), dtype="float32", device="cpu")) as engine:
+    with InferenceEngine(
+        EngineConfig(model_path=str(directory), dtype="float32", device="cpu", num_threads=1)
+    ) as engine:
         policy = Policy(engine, model)
         policy.sync()
         yield Case(model, engine, policy)

@@ -33,7 +33,7 @@ class Loop:
 
     def run(self, model: transformers.PreTrainedModel, path: Path, steps: int) -> tuple[list[float], list[float]]:
         """Return each step's mean reward, and its KL to the weights of the start at the first inner step."""
-        config = EngineConfig(str(path), dtype="float32", device="cpu", kv_cache_bytes=8 << 20)
+        config = EngineConfig(str(path), dtype="float32", device="cpu", num_threads=1, kv_cache_bytes=8 << 20)
         optimizer, rewards, kls = torch.optim.AdamW(model.parameters(), lr=3e-3), [], []
         with InferenceEngine(config) as sampler, InferenceEngine(config) as scorer, scorer.copy() as reference:
             policy = Policy(scorer, model, optimizer)
@@ -72,6 +72,7 @@ def model(tmp_path: Path) -> Iterator[transformers.PreTrainedModel]:
     yield make_model("llama3-rope-ratio3-tied", tmp_path)
 
 
+@pytest.mark.slow
 def test_ratios_are_1_and_the_kl_starts_at_0(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     rewards, kls = Loop().run(model, tmp_path, 20)
     assert kls[0] == 0 < min(kls[1:])
