@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,11 +70,12 @@ def checked(url: str, weights: Weights, *options: str) -> tuple[int, JSON]:
     return code, json.loads(lines[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_this_server_has_every_property(server: Running, weights: Weights, dialect: str) -> None:
-    code, report = checked(server.url, weights, "--dialect", dialect)
+    code, report = checked(server.url, weights, "--dialect", dialect, "--pid", str(os.getpid()), "--adapter", "none")
     found = {row["check"]: row["result"] for row in report["checks"] if row["result"] != "pass"}
-    assert found == {"sleep frees memory": "not offered", "adapters leave the base alone": "not offered"}, report
+    assert found == {"adapters leave the base alone": "not offered"}, report
     assert (code, report["failed"]) == (0, 0)
 
 
@@ -86,10 +89,11 @@ class State:
     num_open: int = 0
     num_updates: int = 0
     is_stale: bool = False
+    is_stream: bool = False
     seen: set[str] = field(default_factory=set)
 
 
-Change = Callable[[str, JSON, State], bool]
+Change = Callable[[str, Any, State], bool]
 """Changes a request's body, or a reply's JSON, in place; a request for which True is returned is not sent on."""
 
 
@@ -110,61 +114,93 @@ def unsent(*paths: str) -> Change:
     return lambda path, body, state: path.startswith(paths)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A sample of a reply, in either dialect."""
+
+    whole: JSON  # has its ids
+    more: JSON  # has the rest
+    ids: list[int]
+    entries: list[Any]  # one for each id
+
+    @property
+    def reason(self) -> str | None:
+        found = self.more["finish_reason"]
+        return found["type"] if isinstance(found, dict) else found
+
+
+def choices_of(reply: Any) -> list[Choice]:
+    if isinstance(reply, dict) and "choices" in reply:
+        each = reply["choices"]
+        return [Choice(one, one, one["token_ids"], (one["logprobs"] or {}).get("content") or []) for one in each]
+    found = [one for one in (reply if isinstance(reply, list) else [reply]) if "output_ids" in one]
+    metas = [one["meta_info"] for one in found]
+    return [
+        Choice(one, meta, one["output_ids"], meta.get("output_token_logprobs") or [])
+        for one, meta in zip(found, metas, strict=True)
+    ]
+
+
+def choices_by(act: Callable[[list[Choice], State], object]) -> Change:
+    def change(path: str, reply: Any, state: State) -> bool:
+        found = choices_of(reply)
+        if found:
+            act(found, state)
+        return False
+
+    return change
+
+
+def add(entry: Any, off: float) -> None:
+    entry["logprob" if isinstance(entry, dict) else 0] += off
+
+
 def values_by(off: Callable[[State], float]) -> Change:
     """Add to every sampled log-probability."""
+    return choices_by(lambda found, state: [add(entry, off(state)) for one in found for entry in one.entries])
 
-    def change(path: str, reply: JSON, state: State) -> bool:
-        for choice in reply.get("choices", ()):
-            for entry in (choice["logprobs"] or {}).get("content") or ():
-                entry["logprob"] += off(state)
+
+def scores_by(off: Callable[[str, State, int], float]) -> Change:
+    """Add to every score of a prompt, by its id, and the number of texts in the reply."""
+
+    def change(path: str, reply: Any, state: State) -> bool:
+        if isinstance(reply, dict) and reply.get("prompt_logprobs"):
+            for entry in reply["prompt_logprobs"][1:]:
+                for one in entry.values():
+                    add(one, off(json.dumps(sorted(entry)), state, 1))
+        for choice in choices_of(reply):
+            for entry in (choice.more.get("input_token_logprobs") or ())[1:]:
+                add(entry, off(str(entry[1]), state, len(reply)))
         return False
 
     return change
 
 
-def scores_by(off: Callable[[str, State], float]) -> Change:
-    """Add to every score of a prompt."""
-
-    def change(path: str, reply: JSON, state: State) -> bool:
-        for entry in (reply.get("prompt_logprobs") or ())[1:]:
-            for one in entry.values():
-                one["logprob"] += off(json.dumps(sorted(entry)), state)
-        return False
-
-    return change
+def clone(found: list[Choice], state: State) -> None:
+    for one in found[1:]:
+        one.ids[:] = found[0].ids
 
 
-def choices_by(act: Callable[[list[JSON]], object]) -> Change:
-    def change(path: str, reply: JSON, state: State) -> bool:
-        if reply.get("choices"):
-            act(reply["choices"])
-        return False
-
-    return change
-
-
-def clone(choices: list[JSON]) -> None:
-    for choice in choices[1:]:
-        choice["token_ids"] = choices[0]["token_ids"]
-
-
-def cut(choices: list[JSON], reason: str) -> None:
-    for choice in choices:
-        if choice["finish_reason"] == reason:
-            choice["logprobs"]["content"] = choice["logprobs"]["content"][:-1]
+def cut(reason: str) -> Callable[[list[Choice], State], None]:
+    """Drop the last value of samples that ended for that reason."""
+    return lambda found, state: [one.entries.pop() for one in found if one.reason == reason and one.entries] and None
 
 
 def merged(path: str, body: JSON, state: State) -> bool:
-    body["token_ids"] = body["token_ids"][::2] if "token_ids" in body else None
+    """Drop every second id."""
+    for name in {"token_ids", "input_ids"} & body.keys():
+        is_list = isinstance(body[name][0], list)
+        body[name] = [ids[::2] for ids in body[name]] if is_list else body[name][::2]
     return False
 
 
 def marked(path: str, body: JSON, state: State) -> bool:
-    """Remember updates and flushes."""
-    if path == "/update_weights":
+    """Remember updates, flushes and streams."""
+    if path.startswith("/update_weights"):
         state.num_updates, state.is_stale = state.num_updates + 1, True
-    if path == "/reset_prefix_cache":
+    if path in ("/reset_prefix_cache", "/flush_cache"):
         state.is_stale = False
+    state.is_stream = "stream" in body
     return False
 
 
@@ -173,7 +209,7 @@ def hot(path: str, body: JSON, state: State) -> bool:
     return False
 
 
-def later(text: str, state: State) -> float:
+def later(text: str, state: State, count: int) -> float:
     """Return 0 for the first reply with a text, then something."""
     is_known = text in state.seen
     state.seen.add(text)
@@ -182,44 +218,59 @@ def later(text: str, state: State) -> float:
 
 def adapted(path: str, body: JSON, state: State) -> bool:
     body.pop("model", None)
+    body.pop("lora_path", None)
     return "lora_adapter" in path
 
 
-def shifted(choices: list[JSON]) -> None:
-    for choice in choices:
-        choice["logprobs"]["content"][0]["logprob"] = -5.0
-        choice.pop("mask", None)
+def shifted(found: list[Choice], state: State) -> None:
+    for one in found:
+        add(one.entries[0], -5.0)
+        one.more.pop("mask", None)
+
+
+def shortened(found: list[Choice], state: State) -> None:
+    if state.is_stream:
+        found[0].ids.pop()
 
 
 FAULTS: dict[str, tuple[Change, Change, str]] = {
-    "seeds repeat": (without("seed"), nothing, "other tokens"),
+    "seeds repeat": (without("seed", "sampling_seed"), nothing, "other tokens"),
     "batch invariance under load": (nothing, values_by(lambda state: 1e-6 * (state.num_open > 1)), "of 8 requests"),
     "group has no clones": (nothing, choices_by(clone), "different samples of 8"),
     "nucleus is normalised": (without("top_p"), nothing, "not renormalised"),
     "temperature is accounted for": (hot, nothing, "temperature 1"),
     "prompt scores survive prefix hits": (nothing, scores_by(later), "of 60 differ"),
-    "prompt scores keep their order": (nothing, scores_by(lambda _, state: float(state.num_open > 1)), "another order"),
+    "prompt scores keep their order": (
+        nothing,
+        scores_by(lambda _, state, count: float(state.num_open > 1 or count > 1)),
+        "another order",
+    ),
     "samples equal their scores": (nothing, values_by(lambda state: 0.01), "off by"),
     "ids are not retokenised": (merged, nothing, "the prompt changed"),
     "continuation equals whole": (hot, nothing, "greedy"),
-    "abort returns the partial": (nothing, choices_by(lambda choices: cut(choices, "abort")), "values"),
+    "abort returns the partial": (nothing, choices_by(cut("abort")), "values"),
     "pause keeps requests": (unsent("/pause"), nothing, "a new request ran"),
     "update drops stale kv": (marked, values_by(lambda state: 1e-4 * state.is_stale), "the cache of before"),
     "versions label every token": (
         nothing,
-        choices_by(lambda choices: [one.pop("weight_versions") for one in choices]),
+        choices_by(lambda found, state: [one.more.pop("weight_versions", None) for one in found]),
         "no version",
     ),
     "bad update changes nothing": (unsent("/update_weights"), nothing, "status 200 for NaN"),
-    "stop token has a logprob": (nothing, choices_by(lambda choices: cut(choices, "stop")), "values"),
-    "banned tokens leave the mass": (without("min_tokens"), nothing, "banned token"),
+    "stop token has a logprob": (nothing, choices_by(cut("stop")), "values"),
+    "banned tokens leave the mass": (without("min_tokens", "min_new_tokens"), nothing, "banned token"),
     "values are json numbers": (nothing, values_by(lambda state: float("nan")), "nan"),
-    "streams equal whole replies": (
+    "sleep frees memory": (
+        unsent("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"),
         nothing,
-        choices_by(lambda choices: choices[0]["token_ids"].pop() if "usage" not in choices[0] else None),
-        "streamed",
+        "MiB asleep",
     ),
-    "updates at once do not mix": (marked, values_by(lambda state: 1e-4 * (state.num_updates > 3)), "not those of one"),
+    "streams equal whole replies": (marked, choices_by(shortened), "streamed"),
+    "updates at once do not mix": (
+        marked,
+        values_by(lambda state: 1e-4 * (state.num_updates > 3)),
+        "of one set: False",
+    ),
     "forced tokens cost nothing": (nothing, choices_by(shifted), "without a choice"),
     "adapters leave the base alone": (adapted, nothing, "no effect"),
 }
@@ -235,7 +286,8 @@ def broken(target: str, request: Change, reply: Change) -> Iterator[str]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with lock:
-                state.num_open += "token_ids" in body
+                is_answer = bool({"token_ids", "input_ids"} & body.keys())
+                state.num_open += is_answer
                 is_unsent = request(self.path, body, state)
             try:
                 if is_unsent:
@@ -251,13 +303,13 @@ def broken(target: str, request: Change, reply: Change) -> Iterator[str]:
                 self.answer(found.status_code, "\n\n".join(data).encode(), "text/event-stream")
             finally:
                 with lock:
-                    state.num_open -= "token_ids" in body
+                    state.num_open -= is_answer
 
         def do_GET(self) -> None:
             found = client.get(self.path)
             self.answer(found.status_code, found.content)
 
-        def changed(self, found: JSON) -> JSON:
+        def changed(self, found: Any) -> Any:
             with lock:
                 reply(self.path, found, state)
             return found
@@ -283,11 +335,23 @@ def broken(target: str, request: Change, reply: Change) -> Iterator[str]:
         client.close()
 
 
+@pytest.fixture
+def idle() -> Iterator[int]:
+    """The id of a process whose memory does not change."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process.pid
+        process.kill()
+
+
+@pytest.mark.parametrize("dialect", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", FAULTS)
-def test_broken_server_fails(server: Running, weights: Weights, check: str, tmp_path: Path) -> None:
+def test_broken_server_fails(
+    server: Running, weights: Weights, check: str, dialect: str, idle: int, tmp_path: Path
+) -> None:
     request, reply, text = FAULTS[check]
+    options = ["--dialect", dialect, "--only", check, "--adapter", str(tmp_path), "--pid", str(idle)]
     with broken(server.url, request, reply) as url:
-        code, report = checked(url, weights, "--only", check, "--adapter", str(tmp_path))
+        code, report = checked(url, weights, *options)
     (row,) = report["checks"]
     assert (code, row["result"]) == (1, "FAIL") and text in row["note"], row
 

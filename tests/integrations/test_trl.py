@@ -199,7 +199,10 @@ EXACT: dict[str, Any] = {**SMALL, "max_completion_length": 16, "learning_rate": 
 METRIC = "sampling/sampling_logp_difference"
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO", "GRPO with adapters", "GRPO, plain"])
+KINDS = ["GRPO", "RLOO", "GRPO with adapters", "GRPO with a tool", "GRPO, plain"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_exact_values_have_ratios_of_exactly_1(kind: str, model_path: Path, tokenizer: Any, tmp_path: Path) -> None:
     import trl
     from peft import LoraConfig
@@ -207,14 +210,26 @@ def test_exact_values_have_ratios_of_exactly_1(kind: str, model_path: Path, toke
     name = kind[:4]
     is_plain = kind.endswith("plain")
     options = {**EXACT, "max_steps": 20, "temperature": 0.8, "top_p": 1.0 if is_plain else 0.9, "beta": 0.04}
-    config = getattr(trl, f"{name}Config")(str(tmp_path), **options)
+    roles: set[str] = set()
+
+    def reward(completions: list[Any], **more: Any) -> list[float]:
+        roles.update(message["role"] for one in completions for message in one)
+        return sums(completions, **more)
+
     bases = (getattr(trl, f"{name}Trainer"),) if is_plain else (ExactLogprobs, getattr(trl, f"{name}Trainer"))
-    more = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])} if "adapters" in kind else {}
+    more: dict[str, Any] = {}
+    if "adapters" in kind:
+        more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    if "tool" in kind:
+        more["tools"] = [plus]
+        options |= {"max_completion_length": 400, "temperature": 0.4, "learning_rate": 1e-5}
+    config = getattr(trl, f"{name}Config")(str(tmp_path), **options)
     model = transformers.LlamaForCausalLM.from_pretrained(model_path)
-    trainer = type("Trainer", bases, {})(model, sums, config, data(40), None, tokenizer, **more)
+    trainer = type("Trainer", bases, {})(model, reward, config, data(40), None, tokenizer, **more)
     with open_engine(model_path) as engine, engine.copy() as reference:
         use_engine(trainer, engine, None if is_plain else reference)
         trainer.train()
+    assert ("tool" in roles) == ("tool" in kind)
     log = trainer.state.log_history[:-1]
     kls = [entry["kl"] for entry in log if "kl" in entry]
     assert len(log) == 20 and max(kls) > 0

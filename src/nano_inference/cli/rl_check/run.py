@@ -17,7 +17,7 @@ from nano_inference.cli.rl_check.servers import DIALECTS, Failed, NotOffered, Se
 from nano_inference.cli.terminal import print_rows
 from nano_inference.types import BadRequest
 
-CHECKS: Sequence[tuple[Callable[[Trial], str], str]] = (
+CHECKS: Sequence[tuple[Callable[[Trial], str | None], str]] = (
     (checks.seeds_repeat, "vllm#51226"),
     (checks.batch_invariance_under_load, "vllm#28326"),
     (checks.group_has_no_clones, "tt-metal#53077"),
@@ -81,17 +81,15 @@ def run(url: str, dialect: str, options: Options, *, key: str | None, only: str 
     return min(failed, 1)
 
 
-def run_one(check: Callable[[Trial], str], report: str, server: Server, options: Options) -> Row:
+def run_one(check: Callable[[Trial], str | None], report: str, server: Server, options: Options) -> Row:
     started, result = time.monotonic(), "pass"
     with ThreadPoolExecutor(40) as pool:
         trial = Trial(server, options, pool)
         try:
-            note = check(trial)
+            note = check(trial) or ""
             note = note if trial.is_bitwise else f"not bitwise; {note}".rstrip("; ")
-        except NotOffered as error:
-            result, note = "not offered", str(error)
-        except Failed as error:
-            result, note = "FAIL", str(error)
+        except (NotOffered, Failed) as error:
+            result, note = error.result, str(error)
         except httpx2.ConnectError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, httpx2.TransportError) as error:

@@ -12,16 +12,20 @@ import httpx2
 
 JSON = dict[str, Any]
 Scores = list[float | None]
-ABSENT = (404, 405)
+ABSENT = (404, 405, 501)
 """Statuses of a route that a server does not have."""
 
 
 class NotOffered(Exception):
     """The server has no such request, or an option that the check needs was left out."""
 
+    result = "not offered"
+
 
 class Failed(Exception):
     """The server does not have the property; the text says what came back."""
+
+    result = "FAIL"
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,11 @@ class Sample:
     """One sample of a reply, or a part of it."""
 
     ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    tops: tuple[Mapping[int, float], ...]  # the most probable tokens at each position, if they were requested
-    reason: str | None
-    spans: tuple[Mapping[str, Any], ...]  # versions of the weights by range of tokens; () if not reported
-    mask: tuple[int, ...]  # 0 for tokens that were not sampled; () if not reported
+    logprobs: tuple[Any, ...]
+    tops: tuple[Mapping[int, float], ...] = ()  # the most probable tokens at each position, if they were requested
+    reason: str | None = None
+    spans: tuple[Mapping[str, Any], ...] = ()  # versions of the weights by range of tokens; () if not reported
+    mask: tuple[int, ...] = ()  # 0 for tokens that were not sampled; () if not reported
 
 
 @dataclass(frozen=True)
@@ -91,39 +95,41 @@ class Server:
 
     def version(self) -> Any:
         """Return what the server says of its weights."""
-        return self._ask(self._dialect.version, None)
+        return json.loads(_offered(self._client.get(self._dialect.version)).text)
 
     def act(self, action: str, *arguments: str) -> tuple[int, str]:
         """Send one of `Dialect.routes`; return status and text. Raises `NotOffered`."""
         path, body = self._dialect.routes[action](*arguments)
-        reply = self._client.post(path, json=body)
-        if reply.status_code in ABSENT:
-            raise NotOffered(f"{path}: status {reply.status_code}")
+        reply = _offered(self._client.post(path, json=body), None)
         return reply.status_code, reply.text
 
     def close(self) -> None:
         self._client.close()
 
-    def _ask(self, path: str, body: JSON | None) -> Any:
-        reply = self._client.get(path) if body is None else self._client.post(path, json=body)
-        if reply.status_code in ABSENT:
-            raise NotOffered(f"{path}: status {reply.status_code}")
-        if reply.status_code != 200:
-            raise Failed(f"{path}: status {reply.status_code}: {reply.text[:200]}")
-        return json.loads(reply.text)
+    def _ask(self, path: str, body: JSON) -> Any:
+        return json.loads(_offered(self._client.post(path, json=body)).text)
 
     def _events(self, body: JSON) -> Iterator[JSON]:
         with self._client.stream("POST", self._dialect.path, json=body) as reply:
             if reply.status_code != 200:
-                raise Failed(f"{self._dialect.path}: status {reply.status_code}: {reply.read().decode()[:200]}")
-            for line in reply.iter_lines():
+                reply.read()
+            for line in _offered(reply).iter_lines():
                 if line.startswith("data: {"):
                     yield json.loads(line.removeprefix("data: "))
 
 
+def _offered(reply: httpx2.Response, expected: int | None = 200) -> httpx2.Response:
+    """Return a reply. Raises `NotOffered` for an unknown route, and `Failed` for another status than expected."""
+    if reply.status_code in ABSENT:
+        raise NotOffered(f"{reply.url.path}: status {reply.status_code}")
+    if expected not in (None, reply.status_code):
+        raise Failed(f"{reply.url.path}: status {reply.status_code}: {reply.text[:200]}")
+    return reply
+
+
 def _joined(parts: Sequence[Sample]) -> Sample:
     ids = tuple(token for one in parts for token in one.ids)
-    return Sample(ids, tuple(value for one in parts for value in one.logprobs), (), parts[-1].reason, (), ())
+    return Sample(ids, tuple(value for one in parts for value in one.logprobs), reason=parts[-1].reason)
 
 
 def _vllm_body(ids: Sequence[int], name: str, top: int, params: JSON) -> JSON:
