@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from nano_inference import InferenceEngine, RolloutPool, WeightError, WeightGroup, weights_checksum
 from tests.pool.engines import PARAMS, PROMPTS, SEED, Engines, config_of, facts
 from tests.weights.pairs import Pair
-from tests.weights.test_group import exit_during_send, send_wrong_then_right, trainer_process
+from tests.weights.test_group import fail_during_send, send_wrong_then_right, trainer_process
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def test_a_trainer_that_dies_during_a_broadcast_leaves_all_on_the_old_weights(
     pool: RolloutPool, untied: Pair, tmp_path: Path
 ) -> None:
     old = pool.weights_checksum()
-    with trainer_process(exit_during_send, untied.named(), tmp_path) as port:
+    with trainer_process(partial(fail_during_send, does_exit=True), untied.named(), tmp_path) as port:
         group = WeightGroup("127.0.0.1", port, rank=1, world_size=2, timeout=60)
         with pytest.raises(WeightError, match="the broadcast failed, the group is closed"):
             pool.update_weights(group.receive())

@@ -32,6 +32,11 @@ class Truncation(NamedTuple):
 NO_TRUNCATION = Truncation(0, 1.0, 0.0)
 
 
+def is_in_kernels(cut: Truncation) -> bool:
+    """Return whether kernels have all of a row's truncation; rows with another option are drawn by `sampling.draw`."""
+    return cut == Truncation(cut.top_k, cut.top_p, cut.min_p)
+
+
 def truncation_of(row: Row) -> Truncation:
     """Return a row's truncation; none at temperature 0."""
     if row.params.temperature == 0:

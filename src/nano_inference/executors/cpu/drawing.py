@@ -21,7 +21,7 @@ from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.native import Special
 from nano_inference.executors.logprobs import Normalise, Normaliser, divisors_of
 from nano_inference.executors.sampling import WholeVocabulary, draw, results
-from nano_inference.executors.truncation import Truncation, truncation_of
+from nano_inference.executors.truncation import is_in_kernels, truncation_of
 from nano_inference.types import TokenLogprob, TopLogprobs
 
 
@@ -34,9 +34,7 @@ class KernelSampler:
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[Row]) -> list[RowResult]:
         """Draw one token per row; may overwrite the logits."""
-        # Rows with an option of `truncation.py` that the kernels lack are drawn by `sampling.draw`.
-        cuts = map(truncation_of, rows)
-        unknown = [i for i, cut in enumerate(cuts) if cut != Truncation(cut.top_k, cut.top_p, cut.min_p)]
+        unknown = [i for i, row in enumerate(rows) if not is_in_kernels(truncation_of(row))]
         if not unknown:
             return self._draw(logits_BV, rows)
         known = [i for i in range(len(rows)) if i not in unknown]

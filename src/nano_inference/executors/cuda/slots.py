@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nano_inference.core.step import Row
 from nano_inference.executors.cuda.sample_records import REPORTS, STOPPED, WANTS_RAW, Slots
-from nano_inference.executors.truncation import truncation_of
+from nano_inference.executors.truncation import is_in_kernels, truncation_of
 from nano_inference.types import TokenLogprob, TopLogprobs
 
 Words = npt.NDArray[np.int32]
@@ -169,10 +169,12 @@ def excluded_by_bias(row: Row) -> tuple[int, ...]:
 
 
 def needs_reference(row: Row) -> bool:
-    """Return whether only `sampling.draw` has a row's results: a mask of ids, or the log-probabilities of other tokens
-    than a few of the most probable ones.
+    """Return whether only `sampling.draw` has a row's results: a mask of ids, the log-probabilities of other tokens
+    than a few of the most probable ones, or a truncation that the kernels lack.
     """
     params = row.params
+    if not is_in_kernels(truncation_of(row)):
+        return True
     return params.sampling_mask or bool(params.logprob_token_ids) or (params.logprobs or 0) > MOST_TOPS
 
 
