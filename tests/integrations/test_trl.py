@@ -222,7 +222,7 @@ def test_exact_values_have_ratios_of_exactly_1(kind: str, model_path: Path, toke
         more["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     if "tool" in kind:
         more["tools"] = [plus]
-        options |= {"max_completion_length": 400, "temperature": 0.4, "learning_rate": 1e-5}
+        options |= {"max_completion_length": 400, "temperature": 1.2, "top_p": 1.0, "learning_rate": 1e-5}
     config = getattr(trl, f"{name}Config")(str(tmp_path), **options)
     model = transformers.LlamaForCausalLM.from_pretrained(model_path)
     trainer = type("Trainer", bases, {})(model, reward, config, data(40), None, tokenizer, **more)
@@ -232,7 +232,7 @@ def test_exact_values_have_ratios_of_exactly_1(kind: str, model_path: Path, toke
     assert ("tool" in roles) == ("tool" in kind)
     log = trainer.state.log_history[:-1]
     kls = [entry["kl"] for entry in log if "kl" in entry]
-    assert len(log) == 20 and (max(kls) > 0 or "tool" in kind)  # the calls are all alike: nothing is learnt
+    assert len(log) == 20 and max(kls[2::2]) > 0  # of first inner steps, where the policy is the sampler
     if name == "GRPO":  # RLOO has no such metric
         generated = [entry for entry in log if f"{METRIC}/max" in entry]
         differences = {entry[f"{METRIC}/{kind}"] for entry in generated for kind in ("mean", "max")}
