@@ -26,6 +26,8 @@ PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 KEY = "a-key-of-32-characters-and-more-0"
 IN_PYTHON = """
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
+from nano_inference.core.step import Row
+from nano_inference.executors.cuda.slots import needs_reference
 from nano_inference.server.schema import ChatBody
 engine = InferenceEngine(EngineConfig(model_path="calculator", num_threads=1))
 def drawn(**options):
@@ -35,6 +37,8 @@ assert {s.completion_tokens for s in drawn(seed=1, epsilon_cutoff=1.0)} == {gree
 asked = [s.completion_tokens for s in drawn(seed=1, temperature=3.0)]
 cut = [s.completion_tokens for s in drawn(seed=1, temperature=3.0, epsilon_cutoff=0.02)]
 assert asked != cut
+row = Row(1, (5,), -1, 0, (0,), 1, SamplingParams(epsilon_cutoff=0.02), "raw", 0, 0)
+assert needs_reference(row) and not needs_reference(row._replace(params=SamplingParams(top_k=5)))
 body = {"messages": [{"role": "user", "content": "x"}], "epsilon_cutoff": 0.1}
 assert ChatBody.model_validate(body).epsilon_cutoff == 0.1
 """

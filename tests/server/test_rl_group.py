@@ -26,8 +26,10 @@ from tests.server.trainer import (
     ok,
     posting,
     refused,
+    sampled,
     serving,
     until,
+    version_of,
     weights_of,
 )
 from tests.weights.plain_trainer import Named, Trainer, dtypes_and_shapes, trainer_process
@@ -110,14 +112,6 @@ def join_group(server: Running, trainer: Trainer, dialect: str = "vllm", **field
         trainer.join(info["master_port"], fields.get("group_name", "weight_update_group"))
         trainer.wait()
         ok(reply.result(60))
-
-
-def version_of(server: Running) -> int:
-    return int(ok(server.client.get("/weight_info"))["version"])
-
-
-def sampled(server: Running) -> tuple[int, ...]:
-    return Stream(server, params=SHORT).result().completion_tokens
 
 
 def send_part(

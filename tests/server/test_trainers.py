@@ -32,7 +32,9 @@ from tests.server.trainer import (
     ok,
     posting,
     refused,
+    sampled,
     serving,
+    version_of,
     weights_of,
 )
 from tests.weights.plain_trainer import Named, Trainer, dtypes_and_shapes, trainer_process
@@ -78,16 +80,8 @@ def trainer(named: Named, tmp_path: Path) -> Iterator[Trainer]:
         yield one
 
 
-def version_of(server: Running) -> int:
-    return int(ok(server.client.get("/weight_info"))["version"])
-
-
 def checksum(server: Running) -> str:
     return str(ok(server.post("/weight_checker", {"action": "checksum"}))["checksum"])
-
-
-def sampled(server: Running) -> tuple[int, ...]:
-    return Stream(server, params=SHORT).result().completion_tokens
 
 
 def good(reply: Any) -> Any:

@@ -183,3 +183,11 @@ def refused(response: Any, status: int, *parts: str) -> dict[str, Any]:
     error: dict[str, Any] = response.json()["error"]
     assert all(part in error["message"] for part in parts), error["message"]
     return error
+
+
+def version_of(server: Running) -> int:
+    return int(ok(server.client.get("/weight_info"))["version"])
+
+
+def sampled(server: Running) -> tuple[int, ...]:
+    return Stream(server, params=SHORT).result().completion_tokens

@@ -54,11 +54,6 @@ class ShardedExecutor(Executor):
         return self._leader.failure
 
     @property
-    def bytes_sent(self) -> int:
-        """Return the bytes of all commands so far."""
-        return self._leader.links.commands.bytes_sent
-
-    @property
     def tensor_bytes(self) -> int:
         """Return the bytes of all tensors of steps that rank 0 has contributed to sums and exchanges so far."""
         return self._leader.links.data.tensor_bytes

@@ -77,7 +77,6 @@ class Group:
         """
         self.rank, self.size = rank, size
         self._group, self._timeout, self._idle, self._is_registered = group, timeout, idle or timeout, is_registered
-        self.bytes_sent = 0  # bytes of all messages that rank 0 has broadcast
         self.tensor_bytes = 0  # bytes of all tensors that this rank has contributed to `add` and `gather`
 
     def add(self, x: Tensor) -> Tensor:
@@ -113,7 +112,6 @@ class Group:
         self._broadcast(torch.frombuffer(first, dtype=torch.uint8))
         if len(data) > _FIRST_BYTES:
             self._broadcast(torch.frombuffer(bytearray(data[_FIRST_BYTES:]), dtype=torch.uint8))
-        self.bytes_sent += max(len(data), _FIRST_BYTES)
 
     def next_message(self) -> tuple[Any, ...]:
         """Return rank 0's next message. Raises `UnpicklingError` if it names another class than those listed."""
