@@ -114,13 +114,12 @@ class Policy:
         is_restricted = any(one.top_k or one.top_p < 1 or one.min_p for one in restricted)
         return (self._has_exact_head or is_restricted) and not self.program.has_full_decode
 
-    def counters(self) -> tuple[Any, ...]:
-        """Return the number of reported changes, and each parameter's memory and count of in-place changes."""
-        return (self._num_changes, *((leaf.data_ptr(), leaf._version) for leaf in self.leaves))
-
     def state(self) -> tuple[Any, ...]:
-        """Return what changes with the engine's weights or the parameters."""
-        return (self.engine.weight_info().version, *self.counters())
+        """Return what changes with the weights: the engine's version, the number of reported changes, and each
+        parameter's memory and count of in-place changes.
+        """
+        counters = ((leaf.data_ptr(), leaf._version) for leaf in self.leaves)
+        return (self.engine.weight_info().version, self._num_changes, *counters)
 
 
 def _check_module(module: nn.Module) -> None:
