@@ -8,6 +8,15 @@ from typing import NamedTuple, Protocol
 from nano_inference.types import LogprobsMode, SamplingMask, SamplingParams, TopLogprobs
 
 
+class RowState(NamedTuple):
+    """The slots of recurrent states that a row uses; see `models.program.Program.states`."""
+
+    slot: int  # receives the state after the row's last token
+    source: int  # holds the state before the row's first token; not read if that is the sequence's first
+    saves: tuple[tuple[int, int], ...] = ()
+    """(number of tokens, slot), ascending: the slot also receives the state after that many tokens of the sequence."""
+
+
 class Row(NamedTuple):
     """One sequence's part in a forward pass."""
 
@@ -39,6 +48,7 @@ class Row(NamedTuple):
     """Report the sum of the last hidden states from this position on that this row computes."""
     num_drafts: int = 0
     stop_ids: frozenset[int] = frozenset()  # tokens after which the sample ends: none needs to be sampled behind them
+    state: RowState | None = None  # None for programs without recurrent states
 
 
 class BlockCopy(NamedTuple):

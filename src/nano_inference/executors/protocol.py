@@ -32,6 +32,7 @@ class CacheSize:
     num_blocks: int
     block_size: int  # tokens per block
     dtype: KvDtype = "auto"
+    num_states: int = 0  # slots for recurrent states, each of `Program.state_bytes`
     eager: bool = False  # commit all memory pages at once, if the executor can; otherwise as blocks are used
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,13 @@ class LayerCache:
     num_kv_heads: int
     head_dim: int
     window: int | None  # number of latest tokens that any query reads; None: all
+
+
+@dataclass(frozen=True, slots=True)
+class OpState:
+    """What one operation keeps of a sequence beside K/V: float32 values of this shape, zeros before its first token."""
+
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +75,16 @@ class Program:
         return tuple(
             LayerCache(op.num_kv_heads, op.head_dim, None if self.has_full_decode else op.window) for op in attends
         )
+
+    @cached_property
+    def states(self) -> tuple[OpState, ...]:
+        """Return the recurrent states, in order of the operations that keep them; indexed by their `state`."""
+        return ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of one slot: the states of one sequence, over all operations."""
+        return 4 * sum(math.prod(state.shape) for state in self.states)
 
     @property
     def windows(self) -> frozenset[int | None]:
