@@ -62,7 +62,7 @@ def build(rows: Rows, block_size: int, device: torch.device) -> ForwardInput:
     slots: list[int] = []
     spans: list[Span] = []
     for row in rows:
-        spans.append(Span(len(tokens), len(row.tokens), row.start, row.blocks))
+        spans.append(Span(len(tokens), len(row.tokens), row.start, row.blocks, row.state))
         tokens += row.tokens
         places = range(row.start, row.start + len(row.tokens))
         positions += places

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nano_inference.core.step import RowState
+
 
 class Span(NamedTuple):
     """One row of a step."""
@@ -18,6 +20,7 @@ class Span(NamedTuple):
     num_tokens: int
     start: int  # position of its first token in the sequence
     blocks: tuple[int, ...]
+    state: RowState | None = None  # None for programs without recurrent states
 
     @property
     def end(self) -> int:

@@ -39,8 +39,8 @@ class Checkpoint:
         held = sum(math.prod(source.shape) for source in self.sources.values())
         # At least an embedding, attention, and two matrices of each MLP.
         config, heads = self.config, 2 * (self.config.num_heads + self.config.num_kv_heads) * self.config.head_dim
-        layer = heads + 2 * config.intermediate_size
-        wanted = config.hidden_size * (config.vocab_size + config.num_layers * layer)
+        layers = len(config.kv_layers) * heads + 2 * config.num_layers * config.intermediate_size
+        wanted = config.hidden_size * (config.vocab_size + layers)
         if wanted > 2 * held + _SPARE:
             raise ModelError(
                 f"{self.path}: the configuration makes a model of at least {wanted} values, the files hold {held}"

@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 from nano_inference.loading.fields import Fields, shown
 from nano_inference.models.config import Activation, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.qwen35 import DeltaTerms
 from nano_inference.types import ModelError
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MAX_LAYERS = 10_000
 _ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MIXTURE_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
@@ -28,6 +29,9 @@ class _Rules:
 
     model_type: str  # the name in the field `model_type`
     family: str = "dense"
+    delta: Literal["none", "separate", "grouped"] = "none"
+    """Layers of the gated delta rule; their projections are several matrices, or one that is grouped by key head."""
+    rotated: float = 1.0  # the share of a head's dimensions that is rotated, by default
     windows: Literal["none", "all", "upper", "unrotated", "pattern"] = "none"
     """Layers with a sliding window if there is no `layer_types`: none; all; those from `max_window_layers` on; those
     without rotary embedding; all but every nth."""
@@ -69,6 +73,9 @@ _GEMMA_3 = replace(
     qk_norm=True,
     softcaps=(("final_logit_softcapping", None),),
 )
+_QWEN_3_5 = _Rules(
+    model_type="qwen3_5_text", family="qwen35", delta="separate", rotated=0.25, kv_heads=4, head_dim=256, qk_norm=True
+)
 _RULES: Mapping[str, _Rules] = {
     "LlamaForCausalLM": _Rules(model_type="llama", max_positions=2048, bos=1, eos=2, mlp_bias=True),
     "MistralForCausalLM": _Rules(
@@ -90,6 +97,8 @@ _RULES: Mapping[str, _Rules] = {
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3NextForCausalLM": replace(_QWEN_3_5, model_type="qwen3_next", delta="grouped", kv_heads=2),
 }
 
 
@@ -111,13 +120,16 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
         raise ModelError(f"{config.origin}: hidden_size ({hidden}) is less than num_attention_heads ({heads})")
     head_dim = config.integer("head_dim", rules.head_dim or hidden // heads)
     layer_types, rotated = _layers(config, rules)
-    ropes = _ropes(config, rules, architecture, head_dim, sorted(set(layer_types)))
+    if FULL not in layer_types and LINEAR in layer_types:
+        raise ModelError(f"{config.origin}: a model without {FULL} layers is not supported")
+    ropes = _ropes(config, rules, architecture, head_dim, sorted({*layer_types} - {LINEAR}))
     window, distinct = _window(config, rules), list(dict.fromkeys(ropes.values()))  # equal ones share one index
     if window is None and SLIDING in layer_types:
         raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
     vocab_size = config.integer("vocab_size")
     eos_token_ids, bos_token_id = _end_and_start(config, generation, rules, vocab_size)
     is_gemma = rules.family == "gemma"
+    activation = _activation(config, rules)
     try:
         return ModelConfig(
             architecture=architecture,
@@ -129,7 +141,9 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             layers=tuple(
-                LayerConfig(
+                LayerConfig(attends=False, rope=None)
+                if kind == LINEAR
+                else LayerConfig(
                     window=window if kind == SLIDING else None, rope=distinct.index(ropes[kind]) if rotates else None
                 )
                 for kind, rotates in zip(layer_types, rotated, strict=True)
@@ -137,7 +151,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             ropes=tuple(distinct),
             max_positions=stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values()),
             norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
-            activation=_activation(config, rules),
+            activation=activation,
             tie_embeddings=config.flag("tie_word_embeddings", rules.tied),
             qkv_bias=rules.bias == "qkv" or (rules.bias == "field" and config.flag("attention_bias", False)),
             out_bias=rules.bias == "field" and config.flag("attention_bias", False),
@@ -149,6 +163,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             embedding_scale=math.sqrt(hidden) if is_gemma else None,
             eos_token_ids=eos_token_ids,
             bos_token_id=bos_token_id,
+            terms=None if rules.delta == "none" else _delta_terms(config, rules, activation),
         )
     except ValueError as error:
         raise error if isinstance(error, ModelError) else ModelError(f"{config.origin}: {error}") from error
@@ -168,13 +183,40 @@ def _architecture(config: Fields) -> str:
             raise ModelError(f"{config.origin}: {field} ({method}) is not supported; use plain weights or a GGUF")
     if name in _RULES and config.flag("use_bidirectional_attention", False):
         raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
-    if name in _RULES:
+    if name in _RULES and not _has_experts(config, _RULES[name]):
         return name
     if "Moe" in name or any(config.get(field) is not None for field in _MIXTURE_FIELDS):
         raise ModelError(f"{config.origin}: {shown(name)} is a mixture of experts, which is not supported")
     if "ConditionalGeneration" in name or config.get("vision_config") is not None:
         raise ModelError(f"{config.origin}: {shown(name)} is a multimodal model, which is not supported")
     raise ModelError(f"{config.origin}: unknown architecture {shown(name)}; known: {', '.join(_RULES)}")
+
+
+def _has_experts(config: Fields, rules: _Rules) -> bool:
+    """Return whether a Qwen3-Next has layers of experts; the other known architectures have none."""
+    if rules.model_type != "qwen3_next" or config.integer("num_experts", 512, low=0) == 0:
+        return False
+    step, plain = config.integer("decoder_sparse_step", 1), config.sequence("mlp_only_layers") or ()
+    num_layers = config.integer("num_hidden_layers", high=MAX_LAYERS)
+    return any(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def _delta_terms(config: Fields, rules: _Rules, activation: Activation) -> DeltaTerms:
+    """Return the sizes of the layers of the gated delta rule."""
+    if activation != "silu":
+        raise ModelError(f"{config.origin}: hidden_act must be silu in a model with linear attention")
+    if not config.flag("attn_output_gate", True):
+        raise ModelError(f"{config.origin}: attn_output_gate false is not supported")
+    if config.text("output_gate_type", "swish") not in ("swish", "silu"):
+        raise ModelError(f"{config.origin}: output_gate_type {shown(config.get('output_gate_type'))} is not supported")
+    return DeltaTerms(
+        num_k_heads=config.integer("linear_num_key_heads", 16),
+        num_v_heads=config.integer("linear_num_value_heads", 32),
+        k_dim=config.integer("linear_key_head_dim", 128),
+        v_dim=config.integer("linear_value_head_dim", 128),
+        taps=config.integer("linear_conv_kernel_dim", 4, low=2),
+        is_grouped=rules.delta == "grouped",
+    )
 
 
 def _activation(config: Fields, rules: _Rules) -> Activation:
@@ -205,20 +247,26 @@ def _layers(config: Fields, rules: _Rules) -> tuple[tuple[str, ...], tuple[bool,
             if type(flag) is not int or flag not in (0, 1):
                 raise ModelError(f"{config.origin}: no_rope_layers must hold 0 and 1, got {shown(flag)}")
         rotated = tuple(flag == 1 for flag in flags[:num_layers])
-    explicit = config.sequence("layer_types") if rules.windows in ("upper", "unrotated", "pattern") else None
+    known = (FULL, SLIDING) if rules.delta == "none" else (FULL, LINEAR)
+    is_read = rules.windows in ("upper", "unrotated", "pattern") or LINEAR in known
+    explicit = config.sequence("layer_types") if is_read else None
     if explicit is None:
         return tuple(_default_types(config, rules, rotated)), rotated
     if len(explicit) != num_layers:
         raise ModelError(f"{config.origin}: layer_types has {len(explicit)} entries for {num_layers} layers")
     explicit = [FULL if kind == "attention" else kind for kind in explicit]  # an older name
     for kind in explicit:
-        if kind not in (FULL, SLIDING):
-            raise ModelError(f"{config.origin}: layer_types holds {shown(kind)}; known: {FULL}, {SLIDING}")
+        if kind not in known:
+            raise ModelError(f"{config.origin}: layer_types holds {shown(kind)}; known: {', '.join(known)}")
     return tuple(explicit), rotated
 
 
 def _default_types(config: Fields, rules: _Rules, rotated: tuple[bool, ...]) -> Iterable[str]:
     """Yield each layer's type for a file without `layer_types`."""
+    if rules.delta != "none":
+        interval = config.integer("full_attention_interval", 4)
+        yield from (LINEAR if (i + 1) % interval else FULL for i in range(len(rotated)))
+        return
     first_window = config.integer("max_window_layers", 28, low=0)
     period = rules.window_period or config.integer("sliding_window_pattern", 6)
     has_window = _window(config, rules) is not None
@@ -262,7 +310,12 @@ def _ropes(
             found |= {} if length is None else {"original_max_position_embeddings": length}
             fields = Fields(fields.origin, found)
         try:
-            out[kind] = _rope(fields, config.integer("max_position_embeddings", rules.max_positions), head_dim)
+            positions = config.integer("max_position_embeddings", rules.max_positions)
+            rotary_dim = head_dim
+            if rules.rotated < 1:  # the other families ignore the field, unless the embedding is scaled
+                rotary_dim = int(head_dim * fields.number("partial_rotary_factor", rules.rotated, high=1.0))
+                fields = Fields(fields.origin, {**fields.values, "partial_rotary_factor": 1.0})
+            out[kind] = _rope(fields, positions, rotary_dim)
         except ValueError as error:
             raise error if isinstance(error, ModelError) else ModelError(f"{fields.origin}: {error}") from error
     return out

@@ -51,10 +51,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """One layer's attention settings."""
+    """One layer's settings."""
 
     window: int | None = None  # number of latest keys that a query attends to, its own included; None: all
     rope: int | None = 0  # index into `ModelConfig.ropes`; None: no rotary embedding (SmolLM3)
+    attends: bool = True  # False: another kind of layer, without keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +107,18 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Return the indices of the layers that have keys and values."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.attends)
+
+    @property
     def scale(self) -> float:
         """Return the factor of q·k."""
         return 1 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of one token's K and V, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+        return 2 * len(self.kv_layers) * self.num_kv_heads * self.head_dim * bytes_per_value
 
 
 def with_length(config: ModelConfig, max_model_len: int) -> ModelConfig:

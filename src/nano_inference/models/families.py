@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from nano_inference.models import dense, gemma
+from nano_inference.models import dense, gemma, qwen35
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.support.plugins import table
@@ -24,7 +24,11 @@ class Family:
 
 
 OWN_FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"dense": Family(program=dense.program), "gemma": Family(program=gemma.program)}
+    {
+        "dense": Family(program=dense.program),
+        "gemma": Family(program=gemma.program),
+        "qwen35": Family(program=qwen35.program),
+    }
 )
 """The families of this package."""
 

@@ -1,7 +1,8 @@
 """The operations of which decoders are composed (`models.program`). No torch.
 
 A buffer is a named row of values per token; an executor chooses its memory. An operation with a field `out` binds that
-name to a new value; `HeadNorm`, `Rotate`, `Softcap`, `GateValues` and `Smear` rebind buffers that they read.
+name to a new value; `HeadNorm`, `Rotate`, `Softcap`, `GateValues` and `Smear` rebind buffers that they read. `Convolve`
+and `GatedDelta` keep a recurrent state of each sequence, number `state` of `Program.states`.
 
 Rounding: every operation computes and returns values in the model's precision P (float32, bfloat16 or float16) unless
 its docstring differs; an executor may compute in higher precision (the C kernels use float32). `Linear` accumulates in
@@ -209,7 +210,7 @@ class Attend(BaseOp):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep(BaseOp):
-    """Drop the rows whose outputs are not needed. At most one, after the last `Attend`."""
+    """Drop the rows whose outputs are not needed. At most one, after the last operation that reads other tokens."""
 
     READS = ()
     WRITES = ()
@@ -292,6 +293,95 @@ class Smear(BaseOp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unzip(BaseOp):
+    """out[i] = part i of each group of x, side by side; a group has sum(widths) columns, its part i has widths[i]."""
+
+    x: str
+    out: tuple[str, ...]
+    widths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolve(BaseOp):
+    """out = silu(sum over i < K of weight[c, 0, i] · x[t - K + 1 + i, c]), the sum rounded to P: causal and depthwise.
+
+    The channels c are the columns of the buffers x, and then of the buffers out. x is 0 before the sequence; the state
+    holds its last K - 1 rows [K - 1, channels].
+    """
+
+    x: tuple[str, ...]
+    out: tuple[str, ...]
+    widths: tuple[int, ...]  # of each buffer out
+    weight: WeightSpec  # [channels, 1, K]
+    state: int
+
+    def __post_init__(self) -> None:
+        if self.weight.shape[2] < 2:
+            raise ValueError(f"Convolve: {self.weight.name} has {self.weight.shape[2]} tap; at least 2 are supported")
+        assert sum(self.widths) == self.weight.shape[0]
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        channels, _, taps = self.weight.shape
+        return (taps - 1, channels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDelta(BaseOp):
+    """The gated delta rule (arXiv 2412.06464) of each value head h, with key head h · num_k_heads // num_v_heads.
+
+    k' = k / sqrt(sum k² + 1e-6), q' = q / sqrt(sum q² + 1e-6) / sqrt(k_dim), beta = sigmoid(b) rounded to P, and
+    g = -exp(a_log) · softplus(a + dt_bias). For each token, with the state S [k_dim, v_dim]:
+    S = exp(g) S; S += k' (beta (v - Sᵀ k'))ᵀ; out = Sᵀ q'. In float32; out is rounded to P.
+    """
+
+    READS = ("q", "k", "v", "a", "b")
+
+    q: str
+    k: str
+    v: str
+    a: str
+    b: str
+    out: str
+    a_log: WeightSpec
+    dt_bias: WeightSpec
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    state: int
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return (self.num_v_heads, self.k_dim, self.v_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedNorm(BaseOp):
+    """out = weight · x / rms(x) · silu(gate) for each head of x; like `Norm` with offset 0, then silu in float32."""
+
+    READS = ("x", "gate")
+
+    x: str
+    gate: str
+    out: str
+    weight: WeightSpec
+    eps: float
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate(BaseOp):
+    """out = x · sigmoid(gate), the second factor rounded to P."""
+
+    READS = ("x", "gate")
+
+    x: str
+    gate: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Widen(BaseOp):
     """out = x in float32."""
 
@@ -325,6 +415,11 @@ Op = (
     | Activate
     | GateValues
     | Smear
+    | Unzip
+    | Convolve
+    | GatedDelta
+    | GatedNorm
+    | Gate
     | Widen
     | Softcap
 )

@@ -28,12 +28,20 @@ def linear(x: str, num_in: int, outs: Sequence[tuple[str, str, int]], *, bias: b
     )
 
 
-def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: float = 0.0) -> list[Op]:
-    """Return a layer's attention with its projections; queries and keys are normalised, then rotated."""
+def attention(
+    config: ModelConfig, index: int, x: str, out: str, norm_offset: float = 0.0, *, gated: bool = False
+) -> list[Op]:
+    """Return a layer's attention with its projections; queries and keys are normalised, then rotated.
+
+    `gated`: each head of `q_proj` is a query and then a gate of the head's output.
+    """
     at, layer, dim = f"model.layers.{index}.self_attn", config.layers[index], config.head_dim
     num_q, num_kv = config.num_heads * dim, config.num_kv_heads * dim
-    rows = [("q", f"{at}.q_proj", num_q), ("k", f"{at}.k_proj", num_kv), ("v", f"{at}.v_proj", num_kv)]
+    queries = ("qg", f"{at}.q_proj", 2 * num_q) if gated else ("q", f"{at}.q_proj", num_q)
+    rows = [queries, ("k", f"{at}.k_proj", num_kv), ("v", f"{at}.v_proj", num_kv)]
     found: list[Op] = [linear(x, config.hidden_size, rows, bias=config.qkv_bias)]
+    if gated:
+        found.append(ops.Unzip(x="qg", out=("q", "og"), widths=(dim, dim)))
     if config.qk_norm:
         norms = tuple(WeightSpec(f"{at}.{name}_norm.weight", (dim,), "vector") for name in "qk")
         found.append(ops.HeadNorm(x=("q", "k"), norms=norms, head_dim=dim, eps=config.norm_eps, offset=norm_offset))
@@ -42,18 +50,20 @@ def attention(config: ModelConfig, index: int, x: str, out: str, norm_offset: fl
     return [
         *found,
         *attend(config, index, config.scale),
+        *([ops.Gate(x="att", gate="og", out="att")] if gated else []),
         linear("att", num_q, [(out, f"{at}.o_proj", config.hidden_size)], bias=config.out_bias),
     ]
 
 
 def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
     """Return operations that store buffers k and v and attend with buffer q, into buffer att."""
+    kv_layer = config.kv_layers.index(index)
     attended = ops.Attend(
         q="q",
         k="k",
         v="v",
         out="att",
-        layer=index,
+        layer=kv_layer,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -61,12 +71,12 @@ def attend(config: ModelConfig, index: int, scale: float) -> list[Op]:
         window=config.layers[index].window,
         softcap=config.attention_softcap,
     )
-    is_last = index == config.num_layers - 1
-    return [
-        ops.Store(k="k", v="v", layer=index, head_dim=config.head_dim),
-        attended,
-        *([ops.Keep()] if is_last else []),
-    ]
+    return [ops.Store(k="k", v="v", layer=kv_layer, head_dim=config.head_dim), attended, *keep(config, index)]
+
+
+def keep(config: ModelConfig, index: int) -> list[Op]:
+    """Return the `Keep` of the last layer, for the place after the operation that reads other tokens."""
+    return [ops.Keep()] if index == config.num_layers - 1 else []
 
 
 def gated_mlp(config: ModelConfig, at: str, x: str, out: str) -> list[Op]:

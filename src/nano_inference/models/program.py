@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nano_inference.models.config import RopeConfig
-from nano_inference.models.ops import Attend, Embed, Keep, Op, Rotate, Smear, Store, WeightSpec
+from nano_inference.models.ops import (
+    Attend,
+    Convolve,
+    Embed,
+    GatedDelta,
+    Keep,
+    Op,
+    Rotate,
+    Smear,
+    Store,
+    WeightSpec,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,11 @@ class Program:
         check_order(self.body, frozenset(), "x")
         check_order(self.final, frozenset({"x"}), "h")
         check_order(self.head, frozenset({"h"}), "logits")
+        numbers = [op.state for op in self.body if isinstance(op, Convolve | GatedDelta)]
+        if numbers != list(range(len(numbers))):
+            raise ValueError(f"states must be numbered in order of their operations, got {numbers}")
+        if numbers and self.has_full_decode:
+            raise ValueError("a program with states computes prompt and generated tokens in one pass")
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -79,12 +95,16 @@ class Program:
     @cached_property
     def states(self) -> tuple[OpState, ...]:
         """Return the recurrent states, in order of the operations that keep them; indexed by their `state`."""
-        return ()
+        return tuple(OpState(op.state_shape) for op in self.body if isinstance(op, Convolve | GatedDelta))
 
     @property
     def state_bytes(self) -> int:
         """Return the bytes of one slot: the states of one sequence, over all operations."""
         return 4 * sum(math.prod(state.shape) for state in self.states)
+
+    def state_start(self, index: int) -> int:
+        """Return where a state starts in a slot, in floats."""
+        return sum(math.prod(state.shape) for state in self.states[:index])
 
     @property
     def windows(self) -> frozenset[int | None]:
@@ -109,7 +129,7 @@ def check_order(part: tuple[Op, ...], given: frozenset[str], wanted: str) -> Non
         missing = [name for name in op.reads if name not in known]
         if missing:
             raise ValueError(f"{type(op).__name__} reads {missing[0]}, which no earlier operation writes")
-        if kept and isinstance(op, Embed | Smear | Rotate | Store | Attend | Keep):
+        if kept and isinstance(op, Embed | Smear | Rotate | Store | Attend | Keep | Convolve | GatedDelta):
             raise ValueError(f"{type(op).__name__} after Keep: it needs all tokens of the step, Keep drops some")
         kept |= isinstance(op, Keep)
         known.update(op.writes)

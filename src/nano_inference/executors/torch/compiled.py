@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.torch import ops as compute
+from nano_inference.executors.torch import states
 from nano_inference.executors.torch.attention import AttentionSpec, StepContext
 from nano_inference.executors.torch.weights import TorchWeights
 from nano_inference.models import ops
@@ -37,6 +38,12 @@ class Step:
     def tokens(self) -> StepContext:
         assert self.context is not None, "this part of a program has no tokens"
         return self.context
+
+    def state(self, index: int) -> tuple[Tensor, states.StatePlan]:
+        """Return the memory [Z, *shape] of a recurrent state, and the slots that the rows use."""
+        plan, memory = self.tokens.states, self.tokens.store.states
+        assert plan is not None and memory is not None, "the rows have no slots"
+        return memory.views[index], plan
 
 
 class Columns(NamedTuple):
@@ -308,6 +315,57 @@ def _add(op: ops.Add, scope: Scope) -> Value:
     return scope.like(op.x, op.out, lambda step: x(step) + y(step))
 
 
+def _heads(scope: Scope, name: str, head_dim: int) -> Read:
+    """Return a function that returns a buffer as heads [T, Y, D]; others of its value may have another size."""
+    x = scope.read(name)
+    return lambda step: compute.heads(x(step), head_dim)
+
+
+def _unzip(op: ops.Unzip, scope: Scope) -> Value:
+    x, num_groups = _heads(scope, op.x, sum(op.widths)), scope.width(op.x) // sum(op.widths)
+
+    def run(step: Step) -> Tensor:
+        return torch.cat([part.flatten(1) for part in torch.split(x(step), list(op.widths), dim=2)], dim=1)
+
+    return Value(run, op.out, tuple(num_groups * width for width in op.widths))
+
+
+def _convolve(op: ops.Convolve, scope: Scope) -> Value:
+    each, weight_CK = [scope.read(name) for name in op.x], scope.weights.tensors[op.weight.name].squeeze(1)
+
+    def run(step: Step) -> Tensor:
+        state_ZJC, plan = step.state(op.state)
+        x_TC = torch.cat([x(step) for x in each], dim=1) if len(each) > 1 else each[0](step)
+        return states.convolve(x_TC, weight_CK, state_ZJC, plan)
+
+    return Value(run, op.out, op.widths)
+
+
+def _gated_delta(op: ops.GatedDelta, scope: Scope) -> Value:
+    q, k, v, a, b = (scope.read(name) for name in op.reads)
+    numbers = [scope.weights.tensors[spec.name] for spec in (op.a_log, op.dt_bias)]
+
+    def run(step: Step) -> Tensor:
+        state_ZHXV, plan = step.state(op.state)
+        q_THX, k_THX, g_TH, beta_TH = compute.delta_inputs(op, q(step), k(step), a(step), b(step), *numbers)
+        v_THV = compute.heads(v(step), op.v_dim)
+        out = states.gated_delta(q_THX, k_THX, v_THV.float(), g_TH, beta_TH, state_ZHXV, plan)
+        return out.to(v_THV.dtype).flatten(1)
+
+    return Value(run, op.writes, (op.num_v_heads * op.v_dim,))
+
+
+def _gated_norm(op: ops.GatedNorm, scope: Scope) -> Value:
+    x, gate = (_heads(scope, name, op.head_dim) for name in (op.x, op.gate))
+    weight = scope.weights.tensors[op.weight.name]
+    return scope.like(op.x, op.out, lambda step: compute.gated_norm(x(step), gate(step), weight, op.eps).flatten(1))
+
+
+def _gate(op: ops.Gate, scope: Scope) -> Value:
+    x, gate = scope.read(op.x), scope.read(op.gate)
+    return scope.like(op.x, op.out, lambda step: x(step) * gate(step).sigmoid())
+
+
 def _widen(op: ops.Widen, scope: Scope) -> Value:
     x = scope.read(op.x)
     return scope.like(op.x, op.out, lambda step: x(step).float())
@@ -330,6 +388,11 @@ OPERATIONS: Operations = {
     ops.Activate: _activate,
     ops.GateValues: _gate_values,
     ops.Smear: _smear,
+    ops.Unzip: _unzip,
+    ops.Convolve: _convolve,
+    ops.GatedDelta: _gated_delta,
+    ops.GatedNorm: _gated_norm,
+    ops.Gate: _gate,
     ops.Widen: _widen,
     ops.Softcap: _softcap,
 }

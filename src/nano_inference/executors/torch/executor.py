@@ -19,10 +19,12 @@ from nano_inference.executors.batch import Rows, build
 from nano_inference.executors.cache import CacheMemory
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WHOLE, draw
+from nano_inference.executors.states import StateSlots
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.executors.torch.attention import Backend, StepContext
 from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
+from nano_inference.executors.torch.states import plan_states
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import Bound, LiveTorchWeights, TorchWeights
 from nano_inference.executors.vocabulary import Vocabulary
@@ -119,6 +121,7 @@ class TorchExecutor(Executor):
             backend=self._backend,
             plans={window: plans[found] for window, found in effective.items()},
             ropes=tuple(table.at(step.position_T, store.dtype) for table in self._ropes),
+            states=plan_states(step.spans, self.device) if self.program.states else None,
         )
         are_all = len(kept) == len(step.token_T)
         kept_K = None if are_all else torch.tensor(kept, dtype=torch.long, device=self.device)
@@ -194,15 +197,17 @@ def torch_cache(
         return own
 
     def make(size: CacheSize, dtype: torch.dtype) -> KVStore:
-        return new_store(program, size.num_blocks, size.block_size, dtype, device)
+        return new_store(program, size.num_blocks, size.block_size, dtype, device, size.num_states)
 
     return CacheMemory(program, device, dtype_of, make, on_change)
 
 
-def new_store(program: Program, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVStore:
+def new_store(
+    program: Program, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, num_states: int = 0
+) -> KVStore:
     """Return a cache for a program's layers. Raises `ValueError` if layers differ in kv heads or head size."""
     sizes = {(layer.num_kv_heads, layer.head_dim) for layer in program.caches}
     if len(sizes) != 1:
         raise ValueError(f"layers with different sizes of keys and values are not supported: {sorted(sizes)}")
-    ((num_kv_heads, head_dim),) = sizes
-    return KVStore(len(program.caches), num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
+    states = StateSlots(program, num_states, device)
+    return KVStore(len(program.caches), num_blocks, block_size, *sizes.pop(), dtype, device, states)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nano_inference.models.ops import Activation, TablePart, TableRows
+from nano_inference.models.ops import Activation, GatedDelta, TablePart, TableRows
 
 _SWAPPED_ROWS = range(3, 49)
 _PAIR_FACTORS = (36313, 27191)
@@ -72,6 +72,32 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
     if offset:
         return (x32 * (offset + weight.float())).to(x.dtype)
     return x32.to(x.dtype) * weight
+
+
+def heads(x_TW: Tensor, head_dim: int) -> Tensor:
+    """Return a buffer as heads [T, Y, D]."""
+    return x_TW.reshape(x_TW.size(0), -1, head_dim)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x / sqrt(sum x² + 1e-6) over the last dimension."""
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def delta_inputs(
+    op: GatedDelta, q_TW: Tensor, k_TW: Tensor, a_TH: Tensor, b_TH: Tensor, a_log_H: Tensor, dt_bias_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the rule's q' and k' [T, H, X] of every value head, g and beta [T, H], in the numbers' precision."""
+    wide, each = a_log_H.dtype, op.num_v_heads // op.num_k_heads
+    q_THX, k_THX = (unit(heads(x_TW, op.k_dim).to(wide)).repeat_interleave(each, dim=1) for x_TW in (q_TW, k_TW))
+    g_TH = -a_log_H.exp() * functional.softplus(a_TH.to(wide) + dt_bias_H)
+    return q_THX * op.k_dim**-0.5, k_THX, g_TH, b_TH.sigmoid().to(wide)
+
+
+def gated_norm(x_TYV: Tensor, gate_TYV: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return weight · x / rms(x) · silu(gate) over the last dimension, in x's dtype."""
+    normed_TYV = rms_norm(x_TYV, weight, eps, 0.0)
+    return (normed_TYV * functional.silu(gate_TYV.float())).to(x_TYV.dtype)
 
 
 def rotate(x_TYD: Tensor, cos_T1R: Tensor, signed_sin_T1R: Tensor) -> Tensor:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.step import BlockCopy
+from nano_inference.executors.states import StateSlots
 from nano_inference.support.memory import lazy_zeros
 
 
 class KVStore:
-    """Owns the K and V of every slot of every layer."""
+    """Owns the K and V of every slot of every layer, and the slots of recurrent states."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class KVStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        states: StateSlots | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -34,16 +36,21 @@ class KVStore:
         self._heads = (num_kv_heads, head_dim)
         self._dtype = dtype
         self._device = device
-        self.restore()
+        self.states = states
+        self._make(self._shape)
 
     def restore(self) -> None:
         """Allocate the memory, zeroed."""
         self._make(self._shape)
+        if self.states is not None:
+            self.states.restore()
 
     def free(self) -> None:
         """Free the memory; the store is unusable until `restore`."""
         num_layers, _, block_elements = self._shape
         self._make((num_layers, 0, block_elements))
+        if self.states is not None:
+            self.states.free()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,8 +58,9 @@ class KVStore:
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes of keys and values."""
-        return self.k_LSKD.nbytes + self.v_LSKD.nbytes
+        """Return the allocated bytes of keys, values and states."""
+        num_states = 0 if self.states is None else self.states.num_bytes
+        return self.k_LSKD.nbytes + self.v_LSKD.nbytes + num_states
 
     def _make(self, shape: tuple[int, int, int]) -> None:
         slots = (shape[0], shape[1] * self.block_size, *self._heads)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import RowState
 from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.executor import new_store as new_cpu_store
@@ -60,15 +61,15 @@ def _pieces(
 
 
 def _cache_for(engine: InferenceEngine, executor: Executor, num_tokens: int) -> Any:
-    size = CacheSize(num_blocks=-(-num_tokens // BLOCK), block_size=BLOCK)
+    size = CacheSize(num_blocks=-(-num_tokens // BLOCK), block_size=BLOCK, num_states=1)
     dtype = executor.cache.dtype(engine.config.kv_cache_dtype)
     if isinstance(executor, CpuExecutor):
         return new_cpu_store(executor.program, executor.library, size, dtype)
-    return new_store(executor.program, size.num_blocks, size.block_size, dtype, executor.device)
+    return new_store(executor.program, size.num_blocks, BLOCK, dtype, executor.device, size.num_states)
 
 
 def _step(ids: Sequence[int], start: int, end: int, device: torch.device) -> ForwardInput:
-    """Return tokens of one sequence, whose K/V are in the blocks 0, 1, … of a cache."""
+    """Return tokens of one sequence, whose K/V are in the blocks 0, 1, … of a cache, its state in slot 0."""
     position_T = torch.arange(start, end, device=device)
     before = -1 if start == 0 else ids[start - 1]
     return ForwardInput(
@@ -76,5 +77,5 @@ def _step(ids: Sequence[int], start: int, end: int, device: torch.device) -> For
         prev_T=torch.tensor([before, *ids[start : end - 1]], device=device),
         position_T=position_T,
         slot_T=position_T,
-        spans=(Span(0, end - start, start, tuple(range(-(-len(ids) // BLOCK)))),),
+        spans=(Span(0, end - start, start, tuple(range(-(-len(ids) // BLOCK))), RowState(0, 0)),),
     )

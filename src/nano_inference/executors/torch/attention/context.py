@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.states import StatePlan
 from nano_inference.executors.torch.store import KVStore
 
 
@@ -45,3 +46,4 @@ class StepContext:
     plans: Mapping[int | None, Any]  # the backend's plan for each window size of the model
     ropes: tuple[tuple[Tensor, Tensor], ...]
     """For each rotary embedding of the model: cos and signed sin of the step's positions, [T, 1, rotary size]."""
+    states: StatePlan | None = None  # None for programs without recurrent states
