@@ -55,21 +55,27 @@ def _part(found: list[tuple[Row, int]]) -> tuple[Rows, list[int]]:
     return tuple(row for row, _ in ordered), places
 
 
+def spans_of(rows: Rows) -> list[Span]:
+    """Return the rows as spans of the step's T tokens."""
+    pairs = zip(rows, offsets(rows), strict=True)
+    return [Span(offset, len(row.tokens), row.start, row.blocks, row.state) for row, offset in pairs]
+
+
 def build(rows: Rows, block_size: int, device: torch.device) -> ForwardInput:
     """Concatenate the rows' tokens; return them with positions and cache slots as int64 tensors."""
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    spans: list[Span] = []
     for row in rows:
-        spans.append(Span(len(tokens), len(row.tokens), row.start, row.blocks, row.state))
         tokens += row.tokens
         places = range(row.start, row.start + len(row.tokens))
         positions += places
         slots += [row.blocks[p // block_size] * block_size + p % block_size for p in places]
     lists = [tokens, previous_tokens(rows), positions, slots]
     token_T, prev_T, position_T, slot_T = torch.tensor(lists, device=device)
-    return ForwardInput(token_T=token_T, prev_T=prev_T, position_T=position_T, slot_T=slot_T, spans=tuple(spans))
+    return ForwardInput(
+        token_T=token_T, prev_T=prev_T, position_T=position_T, slot_T=slot_T, spans=tuple(spans_of(rows))
+    )
 
 
 def in_step_order(rows: Rows) -> Rows:

@@ -17,18 +17,19 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.core.step import BlockCopy, RowResult
-from nano_inference.executors.batch import Rows, previous_tokens
+from nano_inference.executors.batch import Rows, previous_tokens, spans_of
 from nano_inference.executors.cache import CacheMemory
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
-from nano_inference.executors.cpu.native import Cache, Continuation, Layout, NativeProgram
+from nano_inference.executors.cpu.native import Cache, Continuation, Layout, NativeProgram, StateRows
 from nano_inference.executors.cpu.store import KernelStore
 from nano_inference.executors.cpu.weights import LiveCpuWeights, Rounding
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WholeVocabulary
+from nano_inference.executors.states import StateSlots, ends_of
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
-from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.step_input import ForwardInput, Span
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Op
 from nano_inference.models.program import Program
@@ -121,9 +122,9 @@ class CpuExecutor(Executor):
         """Return float32 logits [T, V] of every token, using the caller's `KernelStore`."""
         assert isinstance(cache, KernelStore)
         assert max(span.end for span in inputs.spans) <= self._max_len
-        spans = [(span.num_tokens, span.start, span.blocks) for span in inputs.spans]
         tokens = inputs.token_T.tolist()
-        layout = layout_of(tokens, inputs.prev_T.tolist(), spans, range(len(tokens)))
+        states = state_rows(inputs.spans) if self.program.states else None
+        layout = layout_of(tokens, inputs.prev_T.tolist(), inputs.spans, range(len(tokens)), states)
         return self._mode.run(lambda: self.logits(self._hidden(layout, cache.cache)))
 
     def _hidden(self, layout: Layout, cache: Cache, *, windows: bool = True) -> Tensor:
@@ -134,8 +135,9 @@ class CpuExecutor(Executor):
 
     def _layout(self, rows: Rows, kept: Sequence[int]) -> Layout:
         assert max(row.start + len(row.tokens) for row in rows) <= self._max_len
-        spans = [(len(row.tokens), row.start, row.blocks) for row in rows]
-        return layout_of(chain.from_iterable(row.tokens for row in rows), previous_tokens(rows), spans, kept)
+        spans = spans_of(rows)
+        states = state_rows(spans) if self.program.states else None
+        return layout_of(chain.from_iterable(row.tokens for row in rows), previous_tokens(rows), spans, kept, states)
 
     @property
     def model(self) -> CpuModel:
@@ -163,7 +165,8 @@ def new_store(program: Program, library: Library, size: CacheSize, dtype: torch.
     """Return a cache for a program's layers."""
     _, num_kv_heads, head_dim = head_sizes(program)
     shape = (len(program.caches), size.num_blocks, size.block_size, num_kv_heads, head_dim)
-    return KernelStore(*shape, library, dtype=dtype, eager=size.eager)
+    states = StateSlots(program, size.num_states, torch.device("cpu"))
+    return KernelStore(*shape, library, dtype=dtype, eager=size.eager, states=states)
 
 
 def bound(program: Program, library: Library, ropes: Ropes, lowerings: Lowerings, weights: CpuWeights) -> CpuModel:
@@ -195,17 +198,39 @@ def rope_tables(program: Program, max_len: int) -> Ropes:
 def layout_of(
     tokens: Iterable[int],
     previous: Iterable[int],
-    spans: Sequence[tuple[int, int, tuple[int, ...]]],
+    spans: Sequence[Span],
     kept: Iterable[int],
+    states: StateRows | None,
 ) -> Layout:
-    """Return a step's `Layout`; each span is (number of tokens, first position, block table)."""
-    lengths = [len(blocks) for _, _, blocks in spans]
+    """Return a step's `Layout`."""
     return Layout(
         token_T=array("i", tokens),
         previous_T=array("i", previous),
-        num_tokens_S=array("i", [num_tokens for num_tokens, _, _ in spans]),
-        start_S=array("i", [start for _, start, _ in spans]),
-        table_begin_S=array("i", accumulate(lengths[:-1], initial=0)),
-        tables=array("i", chain.from_iterable(blocks for _, _, blocks in spans)),
+        num_tokens_S=array("i", [span.num_tokens for span in spans]),
+        start_S=array("i", [span.start for span in spans]),
+        table_begin_S=array("i", accumulate((len(span.blocks) for span in spans[:-1]), initial=0)),
+        tables=array("i", chain.from_iterable(span.blocks for span in spans)),
         keep_K=array("i", kept),
+        states=states,
+    )
+
+
+def state_rows(spans: Sequence[Span]) -> StateRows:
+    """Return the slots of a step's rows, which all have some."""
+    source, ends, first = array("i"), array("i"), array("i", [0])
+    slots = array("i")
+    for span in spans:
+        assert span.state is not None, "a row without slots"
+        source.append(span.state.source if span.start else -1)
+        for end, slot in ends_of(span.state, span.end):
+            ends.append(span.offset + end - span.start)
+            slots.append(slot)
+        first.append(len(ends))
+    return StateRows(
+        row_T=array("i", chain.from_iterable([row] * span.num_tokens for row, span in enumerate(spans))),
+        begin_S=array("i", [span.offset for span in spans]),
+        source_S=source,
+        first_S=first,
+        end=ends,
+        slot=slots,
     )

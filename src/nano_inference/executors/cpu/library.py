@@ -32,8 +32,10 @@ class OpStruct(ctypes.Structure):
         *((name, c_int32) for name in ("kind", "flags", "in_", "in2", "out", "matrix", "num_matrices", "layer")),
         *((name, c_int32) for name in ("rope", "choice")),
         ("count", c_int64),
+        ("state", c_int64),
         *((name, c_float) for name in ("eps", "offset", "scale", "cap")),
-        *((name, c_void_p) for name in ("weight", "weight2")),
+        *((name, c_int32) for name in ("column", "column2", "dim", "num_keys", "num_values")),
+        *((name, c_void_p) for name in ("weight", "weight2", "pieces")),
     )
 
 
@@ -72,6 +74,16 @@ class RowsStruct(ctypes.Structure):
     _fields_ = (("tokens", TokensStruct), ("num_splits", c_int64))
 
 
+class StatesStruct(ctypes.Structure):
+    """The slots of recurrent states, and those that a step's rows use; c/delta.h documents the fields."""
+
+    _fields_ = (
+        ("slots", c_void_p),
+        *((name, c_int64) for name in ("slot_floats", "num_rows")),
+        *((name, c_void_p) for name in ("row", "begin", "source", "first", "end", "slot")),
+    )
+
+
 class StepStruct(ctypes.Structure):
     """One step's arguments."""
 
@@ -84,6 +96,7 @@ class StepStruct(ctypes.Structure):
         ("parts", c_void_p),
         ("bytes", c_void_p),
         ("byte_stride", c_int64),
+        ("states", StatesStruct),
         ("failed", c_int),
     )
 

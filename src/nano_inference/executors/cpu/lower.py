@@ -9,8 +9,10 @@ Raises `ValueError` naming an operation that the kernels cannot compute.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,8 @@ from nano_inference.executors.cpu.matrix import Matrix
 from nano_inference.models import ops
 from nano_inference.models.ops import Number, Op, WeightSpec
 from nano_inference.models.program import Program, live_after
+
+_MOST_TAPS = 64  # c/delta.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class Lowering:
     places: dict[str, Place] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
     ops: list[kernel.Op] = field(default_factory=list)
+    index: int = 0  # of the operation that is lowered
 
     def place(self, names: Sequence[str], widths: Sequence[int], *, other_than: str = "") -> str:
         """Assign buffers to adjacent columns of one kernel buffer, not `other_than`; return its name."""
@@ -94,6 +99,15 @@ class Lowering:
             raise ValueError(f"{type(op).__name__} of {name}: the CPU kernels need all outputs of a Linear here")
         return place.buffer
 
+    def adjacent(self, op: Op, names: Sequence[str]) -> str:
+        """Return the kernel buffer that starts with these buffers, side by side. Raises `ValueError` without one."""
+        start, buffer = 0, self.places[names[0]].buffer
+        for name in names:
+            if self.places[name]._replace(width=0) != (buffer, start, 0):
+                raise ValueError(f"{type(op).__name__}: the CPU kernels need {', '.join(names)} side by side")
+            start += self.places[name].width
+        return buffer
+
     def number(self, number: Number | None) -> Tensor | None:
         """Return a number as a tensor [1]."""
         if number is None:
@@ -116,9 +130,8 @@ def lowered(
     state = Lowering(program, tuple(part), live_after(part, result), weights, lowerings)
     for name, width in given.items():
         state.place([name], [width])
-    index = 0
-    while index < len(part):
-        index += _lower(state, index)
+    while state.index < len(part):
+        state.index += _lower(state, state.index)
     if state.places[result] != Place(result, 0, state.widths[result]):
         raise ValueError(f"{result} must be written by one operation of its own")
     num_heads, num_kv_heads, head_dim = head_sizes(program)
@@ -288,6 +301,81 @@ def _activate(state: Lowering, op: ops.Activate) -> None:
     state.ops.append(kernel.Activate(x=x, out=out, kind=op.kind))
 
 
+def _unzip(state: Lowering, op: ops.Unzip) -> None:
+    """Lower to one copy. What follows x in its buffer follows the first output, as `Heads` needs keys and values."""
+    x, group = state.places[op.x], sum(op.widths)
+    after = [
+        (place.start, place.width, name)
+        for name, place in state.places.items()
+        if place.buffer == x.buffer and place.start > x.start and name in state.live[state.index]
+    ]
+    after.sort()
+    starts = accumulate(op.widths, initial=x.start)
+    outs = [(start, width, name) for start, width, name in zip(starts, op.widths, op.out, strict=False)]
+    unit = math.gcd(*(number for start, width, _ in (*outs, *after) for number in (start, width, group)))
+    names: list[str] = []
+    widths: list[int] = []
+    pieces: list[int] = []
+    for start, width, name in (outs[0], *after, *outs[1:]):
+        is_out = name in op.out
+        runs = range(start, x.start + x.width, group) if is_out else (start,)
+        names.append(name)
+        widths.append(width * len(runs))
+        pieces += [column // unit for run in runs for column in range(run, run + width, unit)]
+    out = state.place(names, widths, other_than=x.buffer)
+    state.ops.append(kernel.Arrange(x=x.buffer, out=out, pieces=torch.tensor(pieces, dtype=torch.int32), dim=unit))
+
+
+def _convolve(state: Lowering, op: ops.Convolve) -> None:
+    channels, _, taps = op.weight.shape
+    if taps > _MOST_TAPS:
+        raise ValueError(f"Convolve: {op.weight.name} has {taps} taps; the CPU kernels have at most {_MOST_TAPS}")
+    x = state.adjacent(op, op.x)
+    out = state.place(op.out, op.widths, other_than=x)
+    weight = state.weights.vectors[op.weight.name].view(channels, taps).t().contiguous()
+    start = state.program.state_start(op.state)
+    state.ops.append(kernel.Convolve(x=x, out=out, weight=weight, state=start))
+
+
+def _gated_delta(state: Lowering, op: ops.GatedDelta) -> None:
+    x, a, b = state.adjacent(op, (op.q, op.k, op.v)), state.places[op.a], state.places[op.b]
+    if a.buffer != b.buffer:
+        raise ValueError("GatedDelta: the CPU kernels need a and b of one Linear")
+    read_later = ({*op.reads} - {op.out}) & state.live[state.index]
+    if read_later:
+        raise ValueError(f"GatedDelta: the CPU kernels overwrite {read_later.pop()}, which is read later")
+    vectors = state.weights.vectors
+    state.ops.append(
+        kernel.Delta(
+            x=x,
+            more=a.buffer,
+            a=a.start,
+            b=b.start,
+            out=state.place([op.out], [op.num_v_heads * op.v_dim], other_than=x),
+            a_log=vectors[op.a_log.name],
+            dt_bias=vectors[op.dt_bias.name],
+            num_k_heads=op.num_k_heads,
+            num_v_heads=op.num_v_heads,
+            k_dim=op.k_dim,
+            state=state.program.state_start(op.state),
+        )
+    )
+
+
+def _gated(state: Lowering, op: ops.GatedNorm | ops.Gate) -> None:
+    x, gate = state.whole(op, op.x), state.places[op.gate]
+    out = state.place([op.out], [state.places[op.x].width], other_than=gate.buffer)
+    if isinstance(op, ops.Gate):
+        state.ops.append(kernel.Gate(x=x, more=gate.buffer, column=gate.start, out=out))
+        return
+    weight = state.weights.vectors[op.weight.name]
+    state.ops.append(
+        kernel.GatedNorm(
+            x=x, more=gate.buffer, column=gate.start, out=out, weight=weight, eps=op.eps, head_dim=op.head_dim
+        )
+    )
+
+
 LOWERINGS: Lowerings = {
     ops.Embed: _embed,
     ops.Copy: _mix,
@@ -296,6 +384,11 @@ LOWERINGS: Lowerings = {
     ops.Activate: _activate,
     ops.GateValues: _gate_values,
     ops.Smear: _smear,
+    ops.Unzip: _unzip,
+    ops.Convolve: _convolve,
+    ops.GatedDelta: _gated_delta,
+    ops.GatedNorm: _gated,
+    ops.Gate: _gated,
     ops.Widen: _widen,
     ops.Softcap: _softcap,
 }

@@ -26,6 +26,7 @@ from nano_inference.executors.cpu.library import (
     ProgramStruct,
     RopeStruct,
     SpecialStruct,
+    StatesStruct,
     StepStruct,
     SumsStruct,
 )
@@ -40,6 +41,18 @@ MAX_SPLIT_TOKENS = 64  # steps with more tokens occupy all threads without split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateRows:
+    """The slots that a step's rows read and write, as int32 arrays; c/delta.h documents them."""
+
+    row_T: array[int]
+    begin_S: array[int]
+    source_S: array[int]
+    first_S: array[int]  # one more than rows
+    end: array[int]
+    slot: array[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A step's tokens, row after row, as int32 arrays."""
 
@@ -50,6 +63,7 @@ class Layout:
     table_begin_S: array[int]  # start of each row's block table in `tables`
     tables: array[int]
     keep_K: array[int]  # indices of the tokens that `Keep` selects, ascending
+    states: StateRows | None = None  # None for programs without recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,7 @@ class Cache:
     v: Tensor
     block_size: int
     block_values: int  # l · J · D · Z
+    slots_ZF: Tensor | None = None  # recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +140,12 @@ class NativeProgram:
         step.token, step.previous = _address(layout.token_T), _address(layout.previous_T)
         step.k, step.v, step.is_short = cache.k.data_ptr(), cache.v.data_ptr(), cache.k.dtype == torch.bfloat16
         step.block_bytes = cache.block_values * cache.k.itemsize
+        if layout.states is not None:
+            rows, slots_ZF = layout.states, cache.slots_ZF
+            assert slots_ZF is not None, "the cache has no slots"
+            arrays = (rows.row_T, rows.begin_S, rows.source_S, rows.first_S, rows.end, rows.slot)
+            sizes = (slots_ZF.data_ptr(), slots_ZF.size(1), len(rows.begin_S))
+            step.states = StatesStruct(*sizes, *map(_address, arrays))
         held = self._plan(layout, cache.block_size)
         if then is None:
             self._go()
@@ -222,9 +243,28 @@ class NativeProgram:
             assert op.scale > 0
             out.in_, out.out, out.layer = self._at(op.x), self._at(op.out), op.layer
             out.scale, out.cap, out.choice = op.scale, op.softcap or 0.0, op.window or 0
+        elif isinstance(op, ops.DeltaOp):
+            self._delta_op(op, out)
         else:
             self._small_op(op, out)
         return out
+
+    def _delta_op(self, op: ops.DeltaOp, out: OpStruct) -> None:
+        """Fill the C structure of an operation of layers with recurrent states."""
+        out.in_, out.out = self._at(op.x), self._at(op.out)
+        if isinstance(op, ops.Arrange):
+            self._kept.append(op.pieces)
+            out.dim, out.count, out.pieces = op.dim, op.pieces.numel(), op.pieces.data_ptr()
+        elif isinstance(op, ops.Convolve):
+            out.weight, out.dim, out.state = self._pointer(op.weight), op.weight.size(0), op.state
+        elif isinstance(op, ops.Delta):
+            out.in2, out.column, out.column2, out.state = self._at(op.more), op.a, op.b, op.state
+            out.weight, out.weight2 = self._pointer(op.a_log), self._pointer(op.dt_bias)
+            out.dim, out.num_keys, out.num_values = op.k_dim, op.num_k_heads, op.num_v_heads
+        else:
+            out.in2, out.column = self._at(op.more), op.column
+            if isinstance(op, ops.GatedNorm):
+                out.weight, out.eps, out.dim = self._pointer(op.weight), op.eps, op.head_dim
 
     def _small_op(self, op: ops.SmallOp, out: OpStruct) -> None:
         """Fill the C structure of an operation that computes each row on its own."""

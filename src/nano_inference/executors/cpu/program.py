@@ -128,15 +128,82 @@ class Smear:
 class Keep:
     """Select the step's `Layout.keep_K` rows: move them to the front of up to three buffers.
 
-    Another `Keep` may follow directly, for further buffers. `Embed` and `Smear` cannot follow.
+    Another `Keep` may follow directly, for further buffers. No operation that reads other tokens can follow.
     """
 
     buffers: tuple[str, ...]  # all buffers that later operations read
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrange:
+    """out = pieces of x of `dim` columns; `pieces` (int32) holds the number in x of each."""
+
+    x: str
+    out: str
+    pieces: Tensor
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolve:
+    """out = silu(causal convolution of the first columns of x); weight [taps, channels], `state` floats into a slot."""
+
+    x: str
+    out: str
+    weight: Tensor
+    state: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """The gated delta rule of x (queries, keys, values); columns `a` and `b` of `more` start the heads' numbers.
+
+    Overwrites queries, keys, a and b. `state` floats into a slot are [heads, column groups, k_dim, columns].
+    """
+
+    x: str
+    more: str
+    a: int
+    b: int
+    out: str
+    a_log: Tensor
+    dt_bias: Tensor
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedNorm:
+    """out = weight · x / rms(x) · silu(gate) of each head; the gate starts at a column of `more`."""
+
+    x: str
+    more: str
+    column: int
+    out: str
+    weight: Tensor
+    eps: float
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """out = x · sigmoid(gate); the gate starts at a column of `more`."""
+
+    x: str
+    more: str
+    column: int
+    out: str
+
+
 SmallOp = Activate | Mix | Softcap | GateValues | Smear | Keep
-Op = Embed | Norm | Product | Heads | Attend | SmallOp
-KINDS: tuple[type[Op], ...] = (Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep)
+DeltaOp = Arrange | Convolve | Delta | GatedNorm | Gate
+Op = Embed | Norm | Product | Heads | Attend | SmallOp | DeltaOp
+KINDS: tuple[type[Op], ...] = (
+    *(Embed, Norm, Product, Heads, Attend, Activate, Mix, Softcap, GateValues, Smear, Keep),
+    *(Arrange, Convolve, Delta, GatedNorm, Gate),
+)
 """In the order of the enumeration in c/program.c."""
 
 
@@ -153,4 +220,4 @@ class Program:
     def __post_init__(self) -> None:
         kept = [index for index, op in enumerate(self.ops) if isinstance(op, Keep)]
         assert kept == list(range(kept[0], kept[0] + len(kept))) if kept else True
-        assert not kept or not any(isinstance(op, Embed | Smear) for op in self.ops[kept[0] :])
+        assert not kept or not any(isinstance(op, Embed | Smear | Convolve | Delta) for op in self.ops[kept[0] :])

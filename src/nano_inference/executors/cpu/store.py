@@ -16,6 +16,7 @@ from torch import Tensor
 from nano_inference.core.step import BlockCopy
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.native import Cache
+from nano_inference.executors.states import StateSlots
 from nano_inference.support.memory import lazy_zeros
 
 PIECE_BYTES = 4 << 20
@@ -93,7 +94,7 @@ _SLACK = 64  # values after the last block, because the kernels load whole vecto
 
 
 class KernelStore:
-    """Owns the K and V of every block of every layer, float32 or bfloat16."""
+    """Owns the K and V of every block of every layer, float32 or bfloat16, and the slots of recurrent states."""
 
     def __init__(
         self,
@@ -106,6 +107,7 @@ class KernelStore:
         *,
         dtype: torch.dtype = torch.float32,
         eager: bool = False,
+        states: StateSlots | None = None,
         ahead_bytes: int = AHEAD_BYTES,
         make_populator: Callable[[int, int, Populate], Populator] = Populator,
     ) -> None:
@@ -120,14 +122,19 @@ class KernelStore:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self._shape = (num_layers, num_kv_heads, head_dim, block_size)
-        self.restore()
+        self._states = states
+        self._make(self.num_blocks)
 
     def restore(self) -> None:
         """Allocate the memory, zeroed."""
+        if self._states is not None:
+            self._states.restore()
         self._make(self.num_blocks)
 
     def free(self) -> None:
         """Free the memory; the store is unusable until `restore`."""
+        if self._states is not None:
+            self._states.free()
         self._make(0)
 
     def recover(self) -> None:
@@ -137,15 +144,16 @@ class KernelStore:
 
     @property
     def num_bytes(self) -> int:
-        """Return the allocated bytes of keys and values."""
-        return self._k_NLKDZ.nbytes + self._v_NLKZD.nbytes
+        """Return the allocated bytes of keys, values and states."""
+        num_states = 0 if self._states is None else self._states.num_bytes
+        return self._k_NLKDZ.nbytes + self._v_NLKZD.nbytes + num_states
 
     def _make(self, num_blocks: int) -> None:
         num_layers, num_kv_heads, head_dim, size = self._shape
         block_values = num_layers * num_kv_heads * head_dim * size
         total = num_blocks * block_values
         k, v = (lazy_zeros((total + _SLACK,), self._dtype, torch.device("cpu")) for _ in range(2))
-        self.cache = Cache(k, v, size, block_values)
+        self.cache = Cache(k, v, size, block_values, None if self._states is None else self._states.slots_ZF)
         self._block_bytes = block_values * self._dtype.itemsize
         self._bring_in(k, v, num_blocks * self._block_bytes)
         self._k_NLKDZ = k[:total].view(num_blocks, num_layers, num_kv_heads, head_dim, size)

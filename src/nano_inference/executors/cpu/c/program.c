@@ -1,5 +1,6 @@
 /* Runs a list of operations on numbered buffers with all threads: one call per step. */
 #include "attention.h"
+#include "delta.h"
 #include "gemm.h"
 #include "int8.h"
 #include "pack.h"
@@ -10,7 +11,10 @@
 #define MADV_POPULATE_WRITE 23               /* Linux 5.14; older C libraries do not name it */
 #endif
 
-enum { EMBED, NORM, MATMUL, HEADS, ATTEND, GLU, MIX, CAP, VALUES, SMEAR, KEEP, NUM_KINDS };
+enum {
+    EMBED, NORM, MATMUL, HEADS, ATTEND, GLU, MIX, CAP, VALUES, SMEAR, KEEP, ARRANGE, CONVOLVE, DELTA, GATED_NORM, GATE,
+    NUM_KINDS
+};
 enum { ADD = 1, NORM_FIRST = 2, NORM_LAST = 4 };          /* flags */
 enum { FROM_TOKEN, FROM_PREVIOUS, FROM_PAIR };            /* rows selected by EMBED */
 
@@ -22,8 +26,13 @@ typedef struct {
     int32_t rope;                        /* -1: none */
     int32_t choice;                      /* GLU: activation; EMBED: rows; ATTEND: window */
     int64_t count;                       /* EMBED: rows of the table */
+    int64_t state;                       /* first float of the operation's state in a slot */
     float eps, offset, scale, cap;
-    const float *weight, *weight2;       /* of norms, biases and mixtures */
+    int32_t column, column2;             /* GATED_NORM, GATE: of the gate in in2; DELTA: of a and b */
+    int32_t dim;                         /* ARRANGE: of a piece; CONVOLVE: taps; DELTA: of a key; GATED_NORM: of a head */
+    int32_t num_keys, num_values;        /* DELTA: heads */
+    const float *weight, *weight2;       /* of norms, biases and mixtures; DELTA: a_log, dt_bias */
+    const int32_t *pieces;               /* ARRANGE: the input's piece at each place of the output */
 } Op;
 
 typedef struct {
@@ -57,6 +66,7 @@ typedef struct {
     float *parts;                        /* [T, H, num_splits, D + 2] if num_splits is above 0 */
     uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, after their scales (int8.h) */
     int64_t byte_stride;
+    States states;
     _Atomic int failed;                  /* 1: out of memory */
 } Step;
 
@@ -152,8 +162,6 @@ static void do_mix(const Run *r, const Op *op, long t) {
     for (long i = 0; i < width; i++) out[i] = x * a[i] + y * b[i];
 }
 
-INLINE float sigmoid(float x) { return 1.0f / (1.0f + vexp(all_f(-x))[0]); }
-
 /* nanochat: v += scale sigmoid(gate) more, for each kv head. */
 static void do_values(const Run *r, const Op *op, long t) {
     const Program *p = r->program;
@@ -175,6 +183,42 @@ static void do_smear(const Run *r, const Op *op, long t) {
     for (long i = 0; i < width; i++) out[i] += share * before[i];
 }
 
+static void do_arrange(const Run *r, const Op *op, long t) {
+    const float *in = row_of(r, op->in, t);
+    float *out = row_of(r, op->out, t);
+    for (long i = 0; i < op->count; i++)
+        memcpy(out + i * op->dim, in + (long)op->pieces[i] * op->dim, 4 * (size_t)op->dim);
+}
+
+static void do_convolve(const Run *r, const Op *op, long t) {
+    convolve_row(&r->step->states, op->state, op->weight, op->dim, r->step->buffers[op->in],
+                 r->program->strides[op->in], t, r->program->widths[op->out], row_of(r, op->out, t));
+}
+
+static void do_prepare(const Run *r, const Op *op, long t) {
+    float *more = row_of(r, op->in2, t);
+    prepare_delta(row_of(r, op->in, t), op->num_keys, op->dim, more + op->column, more + op->column2, op->weight,
+                  op->weight2, op->num_values);
+}
+
+static void do_gated_norm(const Run *r, const Op *op, long t) {
+    const long width = r->program->widths[op->out];
+    const float *x = row_of(r, op->in, t), *gate = row_of(r, op->in2, t) + op->column;
+    float *out = row_of(r, op->out, t);
+    for (long at = 0; at < width; at += op->dim) norm_row(x + at, op->dim, op->weight, 0, op->eps, out + at, 0);
+    glu_row(SILU, gate, out, width, out);
+}
+
+static void do_gate(const Run *r, const Op *op, long t) {
+    const long width = r->program->widths[op->out];
+    const float *x = row_of(r, op->in, t), *gate = row_of(r, op->in2, t) + op->column;
+    float *out = row_of(r, op->out, t);
+    long i = 0;
+    for (; i + LANES <= width; i += LANES)
+        store_f(out + i, load_f(x + i) / (all_f(1.0f) + vexp(-load_f(gate + i))));
+    for (; i < width; i++) out[i] = x[i] / (1.0f + vexp(all_f(-gate[i]))[0]);
+}
+
 static void do_row(const Run *r, const Op *op, long t) {
     switch (op->kind) {
     case EMBED: do_embed(r, op, t); break;
@@ -184,6 +228,11 @@ static void do_row(const Run *r, const Op *op, long t) {
     case MIX: do_mix(r, op, t); break;
     case VALUES: do_values(r, op, t); break;
     case SMEAR: do_smear(r, op, t); break;
+    case ARRANGE: do_arrange(r, op, t); break;
+    case CONVOLVE: do_convolve(r, op, t); break;
+    case DELTA: do_prepare(r, op, t); break;
+    case GATED_NORM: do_gated_norm(r, op, t); break;
+    case GATE: do_gate(r, op, t); break;
     case CAP:
         softcap_row(row_of(r, op->out, t), r->program->widths[op->out], op->cap);
         break;
@@ -332,6 +381,37 @@ static void attend(Worker *w, const Run *r, const Op *op) {
     finish_job(w, tokens->num_tokens);
 }
 
+/* ---- recurrent states -------------------------------------------------------------------------------------------- */
+
+static void keep_all_inputs(Worker *w, const Run *r, const Op *op) {
+    const States *s = &r->step->states;
+    begin_job(w);
+    FOR_PIECES(w, row, s->num_rows)
+        keep_inputs(s, row, op->state, op->dim, r->step->buffers[op->in], r->program->strides[op->in],
+                    r->program->widths[op->out]);
+    finish_job(w, s->num_rows);
+}
+
+static void gated_delta(Worker *w, const Run *r, const Op *op) {
+    const Program *p = r->program;
+    const States *s = &r->step->states;
+    const long dk = op->dim, dv = p->widths[op->out] / op->num_values, groups = (dv + COLUMNS - 1) / COLUMNS;
+    const float *x = r->step->buffers[op->in], *more = r->step->buffers[op->in2];
+    const long num = s->num_rows * op->num_values * groups;
+    begin_job(w);
+    FOR_PIECES(w, piece, num) {
+        const long h = piece / groups % op->num_values, c = piece % groups * COLUMNS;
+        const long key = h / (op->num_values / op->num_keys) * dk, value = h * dv + c;
+        const Delta d = {.q = x + key, .k = x + op->num_keys * dk + key, .v = x + 2 * op->num_keys * dk + value,
+                         .decay = more + op->column + h, .beta = more + op->column2 + h,
+                         .out = r->step->buffers[op->out] + value, .ldx = p->strides[op->in],
+                         .ldy = p->strides[op->in2], .ldo = p->strides[op->out], .dk = dk,
+                         .columns = dv - c < COLUMNS ? dv - c : COLUMNS};
+        delta_row(s, piece / (groups * op->num_values), op->state + (h * dv + c) * dk, &d);
+    }
+    finish_job(w, num);
+}
+
 /* ---- running ---------------------------------------------------------------------------------------------------- */
 
 /* Move the kept rows to the front of up to three buffers. */
@@ -367,6 +447,8 @@ static void run_op(Worker *w, const Run *r, const Op *op) {
         FOR_PIECES(w, piece, num)
             for (long t = piece * ROWS_A_PIECE; t < (piece + 1) * ROWS_A_PIECE && t < num_tokens; t++) do_row(r, op, t);
         finish_job(w, num);
+        if (op->kind == CONVOLVE) keep_all_inputs(w, r, op);
+        else if (op->kind == DELTA) gated_delta(w, r, op);
     }
 }
 

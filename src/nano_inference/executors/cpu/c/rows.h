@@ -49,6 +49,8 @@ INLINE vf activate(int kind, vf x) {
     return all_f(0.5f) * x * (one + vtanh(inner));
 }
 
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + vexp(all_f(-x))[0]); }
+
 INLINE void activate_row(const int kind, const float *gate, const float *up, long n, float *out) {
     long i = 0;
     for (; i + LANES <= n; i += LANES) {
