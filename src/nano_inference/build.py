@@ -17,6 +17,7 @@ from nano_inference.core.admission import Limits, StopMatcherFactory
 from nano_inference.core.cache import KVManager, make_kv
 from nano_inference.core.drafting import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS, MakeDrafter
 from nano_inference.core.ngram_drafter import NgramDrafter
+from nano_inference.core.recurrent import SLOTS_PER_SEQUENCE
 from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
 from nano_inference.executors.cpu.compile import (
     CannotCompile,
@@ -47,7 +48,8 @@ from nano_inference.text.tokenizer import load_tokenizer
 from nano_inference.types import BadRequest, EngineDead, ModelError, SamplingParams
 from nano_inference.weights.sync import WeightSyncManager
 
-_COPY_SHARE = 8  # the default KV cache of a copied engine has one block for 8 of the original
+_COPY_SHARE = 8  # the default cache of a copied engine has one block and one state for 8 of the original
+_FEWEST_STATES = 64  # slots for states if they fit: snapshots of some conversations, however few run at a time
 
 _log = logging.getLogger("nano_inference")
 
@@ -105,8 +107,9 @@ class EngineParts:
 
     def scheduler_config(self, config: EngineConfig) -> SchedulerConfig:
         """Return the limits of a step of these parts."""
+        num_states, max_batch_size = self.kv.num_states, config.max_batch_size
         return SchedulerConfig(
-            max_batch_size=config.max_batch_size,
+            max_batch_size=min(max_batch_size, num_states // SLOTS_PER_SEQUENCE) if num_states else max_batch_size,
             max_tokens_per_batch=config.max_tokens_per_batch,
             block_size=self.kv.block_size,
             lookahead=self.lookahead,
@@ -228,8 +231,7 @@ def end_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> frozenset[int]:
 def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
     """Return the parts for an executor with loaded weights, without tokenizer and checkpoint."""
     max_model_len = min(config.max_model_len, executor.config.max_positions)
-    num_blocks = count_blocks(config, executor, max_model_len)
-    parts = _with_cache(executor, config, num_blocks, eager=config.kv_cache_bytes is not None)
+    parts = _with_cache(executor, config, size_cache(config, executor, max_model_len))
     return replace(
         parts,
         max_model_len=max_model_len,
@@ -239,14 +241,13 @@ def parts_of(executor: Executor, config: EngineConfig) -> EngineParts:
     )
 
 
-def _with_cache(executor: Executor, config: EngineConfig, num_blocks: int, *, eager: bool = False) -> EngineParts:
+def _with_cache(executor: Executor, config: EngineConfig, size: CacheSize) -> EngineParts:
     """Allocate an executor's cache; return the parts that depend only on both."""
-    executor.cache.allocate(
-        CacheSize(num_blocks=num_blocks, block_size=config.block_size, dtype=config.kv_cache_dtype, eager=eager)
-    )
+    kv = make_kv(config.cache_type, size.num_blocks, size.block_size, size.num_states)
+    executor.cache.allocate(size)
     return EngineParts(
         runner=executor,
-        kv=make_kv(config.cache_type, num_blocks, config.block_size),
+        kv=kv,
         vocab_size=executor.program.vocab_size,
         max_model_len=executor.config.max_positions,
         weights=WeightSyncManager(executor),
@@ -259,14 +260,19 @@ def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int |
     """Return the parts of a second engine with a copy of the installed weights; see `InferenceEngine.copy`."""
     if parts.executor is None:
         raise BadRequest("", "this engine has no model that can be copied")
-    block_bytes = parts.executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
     fewest = -(-parts.max_model_len // config.block_size)
-    num_blocks = max(parts.kv.num_blocks // _COPY_SHARE, min(fewest, parts.kv.num_blocks))
+    size = CacheSize(
+        num_blocks=max(parts.kv.num_blocks // _COPY_SHARE, min(fewest, parts.kv.num_blocks)),
+        block_size=config.block_size,
+        dtype=config.kv_cache_dtype,
+        num_states=min(parts.kv.num_states, max(SLOTS_PER_SEQUENCE, parts.kv.num_states // _COPY_SHARE)),
+    )
     if kv_cache_bytes is not None:
-        num_blocks = kv_cache_bytes // block_bytes
-    if num_blocks < 1:
-        raise BadRequest("kv_cache_bytes", f"{kv_cache_bytes} bytes do not hold one block of {block_bytes} bytes")
-    copy = _with_cache(parts.executor.copy(), config, num_blocks)
+        try:
+            size = _size_within(kv_cache_bytes, config, parts.executor)
+        except ValueError as error:
+            raise BadRequest("kv_cache_bytes", str(error)) from error
+    copy = _with_cache(parts.executor.copy(), config, size)
     return replace(parts, runner=copy.runner, executor=copy.executor, kv=copy.kv, weights=copy.weights)
 
 
@@ -351,21 +357,56 @@ def _why_no_kernels(config: EngineConfig, device: torch.device) -> str | None:
     return None
 
 
-def count_blocks(config: EngineConfig, executor: Executor, max_model_len: int) -> int:
-    """Return the number of KV blocks: what fits into memory, at most what a full batch could use.
+def size_cache(config: EngineConfig, executor: Executor, max_model_len: int) -> CacheSize:
+    """Return the size of the cache: what fits into memory, at most what a full batch could use.
 
-    Raises `ValueError` if `kv_cache_bytes` exceeds the memory that is free after loading the weights.
+    Raises `ValueError` if `kv_cache_bytes` exceeds the memory that is free after loading the weights, or if the memory
+    does not hold one sequence.
     """
     check_cache_fits(config.kv_cache_bytes, executor.device)
-    block_bytes = executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
     num_bytes = config.kv_cache_bytes
     if num_bytes is None:
         step_bytes = executor.step_bytes(config.block_size)
         num_bytes = max(0, executor.cache.free_bytes(config.gpu_memory_utilization) - step_bytes)
-    num_blocks = min(num_bytes // block_bytes, config.max_batch_size * -(-max_model_len // config.block_size))
+    try:
+        size = _size_within(num_bytes, config, executor)
+    except ValueError as error:
+        raise ValueError(f"kv_cache_bytes: {error}") from error
+    num_rows, most = size.num_states // SLOTS_PER_SEQUENCE, config.max_batch_size
+    if size.num_states and num_rows < most:
+        _log.info("%d of max_batch_size=%d sequences run at a time: no more recurrent states fit", num_rows, most)
+    num_blocks = min(size.num_blocks, most * -(-max_model_len // config.block_size))
+    return replace(size, num_blocks=num_blocks, eager=config.kv_cache_bytes is not None)
+
+
+def _size_within(num_bytes: int, config: EngineConfig, executor: Executor) -> CacheSize:
+    """Return the size of a cache of so many bytes. Raises `ValueError` if it does not hold one sequence."""
+    block_bytes = executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
+    state_bytes = executor.program.state_bytes
+    num_states = count_states(num_bytes, state_bytes, config.max_batch_size)
+    num_blocks = (num_bytes - num_states * state_bytes) // block_bytes
     if num_blocks < 1:
-        raise ValueError(f"kv_cache_bytes: {num_bytes} bytes do not hold one block of {block_bytes} bytes")
-    return num_blocks
+        raise ValueError(f"{num_bytes} bytes do not hold one block of {block_bytes} bytes")
+    return CacheSize(
+        num_blocks=num_blocks, block_size=config.block_size, dtype=config.kv_cache_dtype, num_states=num_states
+    )
+
+
+def count_states(num_bytes: int, state_bytes: int, max_batch_size: int) -> int:
+    """Return the number of slots for recurrent states in a cache of so many bytes: at most half of it; 0 without states.
+
+    Raises `ValueError` if those of one sequence do not fit.
+    """
+    if not state_bytes:
+        return 0
+    wanted = max(SLOTS_PER_SEQUENCE * max_batch_size, _FEWEST_STATES)
+    count = min(wanted, num_bytes // 2 // state_bytes)
+    if count < SLOTS_PER_SEQUENCE:
+        raise ValueError(
+            f"half of {num_bytes} bytes does not hold the recurrent states of one sequence, {SLOTS_PER_SEQUENCE} slots "
+            f"of {state_bytes} bytes; at least {2 * SLOTS_PER_SEQUENCE * state_bytes} bytes are needed"
+        )
+    return count
 
 
 def check_cache_fits(num_bytes: int | None, device: torch.device) -> None:

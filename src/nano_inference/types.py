@@ -241,6 +241,10 @@ class StepStats:
     """Draft tokens among `num_computed`."""
     num_accepted: int = 0
     """Accepted draft tokens."""
+    num_state_snapshots: int = 0
+    """Snapshots of recurrent states that prompts can start from."""
+    num_state_hits: int = 0
+    """Sequences that started from a snapshot."""
     __repr__ = brief_repr
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from nano_inference.build import EngineParts
 from nano_inference.config import EngineConfig, Speculation
 from nano_inference.core.cache import make_kv
-from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult
+from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult, RowState
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams
 
@@ -61,13 +61,25 @@ class FakeRunner:
 
     Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected. K/V of a
     version before `oldest` must not be read, nor by a row that starts any of weights before the installed ones.
+
+    With `num_states`, a recurrent state is a hash of the tokens and versions that it has seen. A row fails that does not
+    start from the state of exactly the tokens before it, or uses a slot that another row of its step writes.
     """
 
     failure: Exception | None = None
 
-    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        lookahead: int = 1,
+        drawing: Drawing = next_token,
+        num_states: int = 0,
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_states = num_states
+        self.states: list[int | None] = []
         self.slots: list[Slot | None] = []
         self.restore_cache()
         self.lookahead = lookahead
@@ -86,15 +98,18 @@ class FakeRunner:
 
     def free_cache(self) -> None:
         self.slots = []
+        self.states = []
 
     def recover(self) -> None:
         pass
 
     def restore_cache(self) -> None:
         self.slots = [None] * (self.num_blocks * self.block_size)
+        self.states = [None] * self.num_states
 
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         self.num_steps += 1
+        before = self._states_before(rows)
         self.on_step(self.num_steps)
         size = self.block_size
         copied = [(c.target * size + i, self.slots[c.source * size + i]) for c in copies for i in range(c.num_tokens)]
@@ -104,9 +119,33 @@ class FakeRunner:
             self.slots[slot] = content
         for row in rows:
             self._check_versions(row)
+            assert row.id not in before or before[row.id] == self._state_of(row, row.start), "a wrong state"
             self._write(row, row.start, row.tokens)
             self.num_computed += len(row.tokens)
-        return {row.id: self._result(row) for row in rows}
+        results = {row.id: self._result(row) for row in rows}
+        for row in rows:
+            if row.state is not None:
+                end = row.start + len(row.tokens) + max(0, len(results[row.id].tokens) - row.num_drafts - 1)
+                for position, slot in (*row.state.saves, (end, row.state.slot)):
+                    self.states[slot] = self._state_of(row, position)
+        return results
+
+    def _states_before(self, rows: tuple[Row, ...]) -> dict[int, int | None]:
+        """Return the states from which rows start, and spoil the slots that they write: the step may fail."""
+        given = {row.id: row.state for row in rows if row.state is not None}
+        assert len(given) == (len(rows) if self.num_states else 0)
+        before = {row.id: self.states[row.state.source] for row in rows if row.state is not None and row.start}
+        written = [(id, slot) for id, state in given.items() for slot in _written(state)]
+        assert len({slot for _, slot in written}) == len(written), "two rows write a slot"
+        owner = {slot: id for id, slot in written}
+        assert all(owner.get(given[id].source, id) == id for id in before), "a row writes a slot that another reads"
+        for slot in owner:
+            self.states[slot] = None
+        return before
+
+    def _state_of(self, row: Row, end: int) -> int:
+        """Return the state after a row's first tokens."""
+        return hash(tuple(self._read(row, end)))
 
     def _check_versions(self, row: Row) -> None:
         versions = {slot[1] for slot in self._read(row, row.start)}
@@ -158,6 +197,10 @@ class FakeRunner:
             scores=scores,
             score_tops=((),) * len(scores),
         )
+
+
+def _written(state: RowState) -> set[int]:
+    return {state.slot, *(slot for _, slot in state.saves)}
 
 
 class Calculator:
@@ -213,12 +256,17 @@ class Failing:
 
 
 def fake_parts(
-    cache_type: str, num_blocks: int, block_size: int, lookahead: int = 1, drawing: Drawing = next_token
+    cache_type: str,
+    num_blocks: int,
+    block_size: int,
+    lookahead: int = 1,
+    drawing: Drawing = next_token,
+    num_states: int = 0,
 ) -> EngineParts:
     """The parts of an engine without a model."""
     return EngineParts(
-        runner=FakeRunner(num_blocks, block_size, lookahead, drawing),
-        kv=make_kv(cache_type, num_blocks, block_size),  # type: ignore[arg-type]
+        runner=FakeRunner(num_blocks, block_size, lookahead, drawing, num_states),
+        kv=make_kv(cache_type, num_blocks, block_size, num_states),  # type: ignore[arg-type]
         vocab_size=VOCAB_SIZE,
         max_model_len=100_000,
         eos_token_ids=frozenset([EOS]),

@@ -60,9 +60,10 @@ def versioned_engine(
     config: EngineConfig,
     drawing: Drawing = next_token,
     lookahead: int = 1,
+    num_states: int = 0,
 ) -> InferenceEngine:
-    """An engine whose runner's tokens and K/V depend on the version of its weights."""
-    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, drawing)
+    """An engine whose runner's tokens, K/V and states depend on the version of its weights."""
+    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, drawing, num_states)
     weights = WeightSyncManager(counting_executor(parts.runner.install))
     return InferenceEngine(config, parts=replace(parts, weights=weights))
 

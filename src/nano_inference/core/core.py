@@ -15,8 +15,16 @@ from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
 from nano_inference.core.appending import append_prompt_results, append_result
-from nano_inference.core.cache import Hit, KVManager
+from nano_inference.core.cache import Hit, KVManager, Salt
 from nano_inference.core.drafting import MakeDrafter
+from nano_inference.core.recurrent import (
+    keep_states,
+    keeps_snapshots,
+    release_state,
+    settle_state,
+    starts_from_snapshot,
+    take_slots,
+)
 from nano_inference.core.scheduler import SeqView, StepPlan, plan_step
 from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, to_delta, to_row
 from nano_inference.core.speculation import Speculator
@@ -204,6 +212,8 @@ class Core:
         start = num_computed // size * size
         if len(seq.tokens) - num_computed <= 1 or (uncached is not None and start + size > uncached):
             return None
+        if self._kv.num_states:  # the next snapshot that another sequence can start from is at the prompt's end
+            return (seq.request.salt, *seq.tokens[:-1])
         parent = blocks[start // size - 1] if start else -1
         return (seq.request.salt, parent, *seq.tokens[start : start + size])
 
@@ -220,6 +230,9 @@ class Core:
         for seq in admitted:  # every hold before any take: a take may evict idle blocks
             self._start(seq, hits[seq.id])
         by_id |= {seq.id: seq for seq in admitted}
+        seqs = [by_id[work.id] for work in plan.work]
+        if self._kv.num_states:
+            take_slots(self._kv.states, seqs, plan.work, hits)
         fresh: list[int] = []
         for work in plan.work:
             taken = self._kv.take(work.num_blocks)
@@ -230,7 +243,7 @@ class Core:
             for seq in admitted
             if (hit := hits[seq.id]).partial_tokens
         )
-        return [by_id[work.id] for work in plan.work], copies, tuple(fresh)
+        return seqs, copies, tuple(fresh)
 
     def _start(self, seq: Sequence, hit: Hit) -> None:
         """Move a waiting sequence to the running ones, with its cached blocks."""
@@ -244,15 +257,19 @@ class Core:
         if seq.num_cached is None:  # the completion of a resumed sample may be cached too, but is not counted
             seq.num_cached = min(seq.num_computed, seq.num_prompt)
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Release a sequence's blocks and put it at the head of the queue."""
+    def _preempt(self, seq: Sequence, *, was_run: bool = True) -> None:
+        """Release a sequence's blocks and put it at the head of the queue. `was_run`: no step with it is planned."""
         self._running.remove(seq)
-        self._release(seq)
+        self._release(seq, was_run=was_run)
         seq.num_preemptions += 1
         self._waiting[seq.id] = seq
         self._waiting.move_to_end(seq.id, last=False)
 
-    def _release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence, *, was_run: bool = False) -> None:
+        if seq.state is not None:
+            if was_run:
+                self._publish(seq, is_chunk=True)  # so that its state can be found
+            release_state(self._kv, seq, self._salt(seq) if was_run else None)
         self._kv.release(seq.blocks)
         seq.blocks, seq.num_computed, seq.num_published = [], 0, 0
 
@@ -261,7 +278,7 @@ class Core:
     def preempt(self, step: PlannedStep) -> None:
         """Undo a step that was not run to its end: its rows are computed again, the oldest first."""
         for seq in sorted(step.seqs, key=lambda seq: -seq.id):
-            self._preempt(seq)
+            self._preempt(seq, was_run=False)
 
     def free_memory(self, step: PlannedStep, error: MemoryError) -> StepResult:
         """Preempt a step's rows after it ran out of memory, and make the next one smaller.
@@ -287,14 +304,18 @@ class Core:
             if row.num_drafts and not all(map(math.isfinite, result.logprobs)):
                 # Not finite, which a draft token can cause: torch's attention also reads masked K/V. Compute it again.
                 self._speculator.disable(seq)
-                self._preempt(seq)
+                self._preempt(seq, was_run=False)
                 continue
             append_prompt_results(seq, row, result)
             num_added = append_result(seq, row, result, self.version, self._vocab_size)
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :])
-            self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1)
             if row.num_drafts:
                 num_accepted += seq.num_computed - row.start - len(row.tokens) + row.num_drafts
+            position = settle_state(self._kv.states, seq, row, result) if row.state else 0
+            self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1 or keeps_snapshots(row))
+            if row.state:
+                keep_states(self._kv, seq, row, position, self._salt(seq))
+            if row.num_drafts:
                 num_needed = -(-seq.num_computed // self._kv.block_size)  # the others contain rejected drafts only
                 self._kv.release(seq.blocks[num_needed:])
                 del seq.blocks[num_needed:]
@@ -309,6 +330,7 @@ class Core:
             num_preempted=len(step.plan.preempted),
             num_drafted=sum(row.num_drafts for row in step.rows),
             num_accepted=num_accepted,
+            num_state_hits=sum(map(starts_from_snapshot, step.rows)) if self._kv.num_states else 0,
         )
         return self.result(deltas, counted, step.started)
 
@@ -321,6 +343,7 @@ class Core:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_blocks=self._kv.num_free_blocks(),
+            num_state_snapshots=self._kv.states.num_snapshots,
             weight_version=self.version,
         )
         samples = tuple(delta.sample for delta in deltas if delta.sample is not None)
@@ -329,12 +352,16 @@ class Core:
     def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
         """Publish full blocks; after a prefill chunk and at the end, also a partly filled one."""
         num_whole = seq.num_computed // self._kv.block_size
-        if seq.version != self.version or seq.finish_reason == "abort":
-            return
-        if num_whole > seq.num_published or is_chunk or seq.finish_reason:
-            salt = (self.version, seq.request.salt)
+        salt = self._salt(seq)
+        if salt is not None and (num_whole > seq.num_published or is_chunk or seq.finish_reason):
             seq.blocks = self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, seq.num_computed)
             seq.num_published = num_whole
+
+    def _salt(self, seq: Sequence) -> Salt | None:
+        """Return the salt under which a sequence publishes; None if its K/V is of several versions, or faulty."""
+        if seq.version != self.version or seq.finish_reason == "abort":
+            return None
+        return (self.version, seq.request.salt)
 
     def _leave(self, seq: Sequence) -> None:
         """Remove an ended sequence from the queues and release its blocks."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nano_inference.core.matchers import advance_matcher, allows_one, allows_others, mask_of, step_program
-from nano_inference.core.step import Row
+from nano_inference.core.step import Row, RowState
 from nano_inference.support.checks import float32
 from nano_inference.support.frozen import FrozenDict
 from nano_inference.types import (
@@ -64,6 +64,10 @@ class Sequence:
     """Whole blocks that were published."""
     version: int = 0
     """Version of the weights when computation of its K/V started."""
+    state: RowState | None = None
+    """The slots of its next row; None while it waits, and without recurrent states."""
+    snapshots_at: tuple[int, ...] = ()
+    """Numbers of tokens after which its state is kept as a snapshot, ascending."""
     num_cached: int | None = None
     """Prompt tokens that were cached when it first started; None before."""
     num_preemptions: int = 0
@@ -118,9 +122,10 @@ class Sequence:
         """Most tokens to sample in one step: 1 if the second depends on the first, by a penalty or a mask.
 
         Before `min_tokens`, those that are sampled under the same ban of stop tokens. A token program or a matcher that
-        interferes later makes `append_result` drop the tokens after it.
+        interferes later makes `append_result` drop the tokens after it, which a recurrent state cannot forget.
         """
-        if self.token_mask is not None or self.has_penalties:
+        can_interfere = self.matcher is not None or self.request.program is not None
+        if self.token_mask is not None or self.has_penalties or (self.state is not None and can_interfere):
             return 1
         num_banned = self.request.params.min_tokens - self.num_new
         return num_banned if num_banned > 0 and self.stop_ids else self.max_new
@@ -313,6 +318,7 @@ def to_row(seq: Sequence, num_tokens: int, num_sampled: int, drafts: tuple[int, 
         pool_from=seq.pool_from(end),
         num_drafts=len(drafts),
         stop_ids=seq.stop_ids,
+        state=seq.state,
     )
 
 

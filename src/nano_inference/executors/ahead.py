@@ -32,6 +32,7 @@ def _continued(rows: tuple[Row, ...], results: Mapping[int, RowResult]) -> tuple
             score_from=None,
             pool_from=None,
             next_token=-1,
+            state=row.state and row.state._replace(source=row.state.slot, saves=()),
         )
         for row in rows
         if row.num_sampled > 1

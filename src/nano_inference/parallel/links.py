@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nano_inference.core.step import BlockCopy, Row
+from nano_inference.core.step import BlockCopy, Row, RowState
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.loading.pieces import FileRange
 from nano_inference.support.checks import from_known
@@ -41,7 +41,7 @@ class Announced(NamedTuple):
 
 _NAMED = {
     (one.__module__, one.__qualname__): one
-    for one in (Row, BlockCopy, SamplingParams, from_known, CacheSize, Announced, FileRange, type(Path()))
+    for one in (Row, RowState, BlockCopy, SamplingParams, from_known, CacheSize, Announced, FileRange, type(Path()))
 }
 """All that a message may name, beside plain values. Not `getattr`, by which a pickle could reach any function."""
 

@@ -8,7 +8,8 @@ inside a block. Invariants of both, verified by `check()`:
 - `paged` never changes a block table in use: a sequence that computes K/V which is already published keeps a private
   copy; `radix` replaces a full block by the published equal one, between steps (`publish` returns the table);
 - within a step every `hold` precedes every `take`, because `take` may evict blocks without references;
-- `take` and `hold` change either everything or nothing.
+- `take` and `hold` change either everything or nothing;
+- a snapshot of a recurrent state (`states`) is found exactly as long as the K/V of its tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from nano_inference.core.cache.pool import Hit as Hit
 from nano_inference.core.cache.pool import KVManager as KVManager
 from nano_inference.core.cache.pool import Salt as Salt
 from nano_inference.core.cache.radix import RadixKVCache as RadixKVCache
+from nano_inference.core.cache.states import StatePool as StatePool
 
 
-def make_kv(cache_type: CacheType, num_blocks: int, block_size: int) -> KVManager:
-    """Return a new, empty manager of the given type."""
-    return (PagedKVCache if cache_type == "paged" else RadixKVCache)(num_blocks, block_size)
+def make_kv(cache_type: CacheType, num_blocks: int, block_size: int, num_states: int = 0) -> KVManager:
+    """Return a new, empty manager of the given type. Raises `ValueError` for a paged one with recurrent states."""
+    if cache_type == "paged" and num_states:
+        raise ValueError(
+            "cache_type: the model keeps recurrent states, whose prefixes end inside blocks; use 'radix' instead of "
+            "'paged'"
+        )
+    return (PagedKVCache if cache_type == "paged" else RadixKVCache)(num_blocks, block_size, num_states)

@@ -43,6 +43,7 @@ class PagedKVCache(KVManager):
 
     def check(self) -> None:
         self._pool.check()
+        self.states.check()
         for chain, block in self._block_of.items():
             assert self._hash_of[block] == chain
         for block in self._hash_of:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from nano_inference.core.cache.states import StatePool
 from nano_inference.support.checks import check_int
 from nano_inference.types import CacheFull
 
@@ -24,6 +25,10 @@ class Hit(NamedTuple):
     partial_block: int = -1
     """A block whose first `partial_tokens` slots continue the prefix, to be copied and never shared; -1 is none."""
     partial_tokens: int = 0
+    state: int = -1
+    """The snapshot of the state after the hit; -1 if the hit is empty, or without states."""
+    reach: int = 0
+    """With states: the tokens whose K/V is cached. At least those of the hit, which ends at a snapshot."""
 
 
 class BlockPool:
@@ -95,18 +100,25 @@ class BlockPool:
 
 
 class KVManager(ABC):
-    """Counts references to `num_blocks` blocks of `block_size` tokens and finds cached prefixes."""
+    """Counts references to `num_blocks` blocks of `block_size` tokens and finds cached prefixes.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    With `num_states` slots of recurrent states, a prefix can be reused up to a snapshot of its state.
+    """
+
+    states: StatePool
+
+    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0) -> None:
         check_int("num_blocks", num_blocks, 1)
         check_int("block_size", block_size, 1)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_states = num_states
         self.reset()
 
     def reset(self) -> None:
         """Make every block blank; forget every prefix and reference. Can be interrupted and called again."""
         self._pool = BlockPool(self.num_blocks)
+        self.states = StatePool(self.num_states)
         self._forget_all()
 
     def num_free_blocks(self) -> int:
@@ -122,13 +134,15 @@ class KVManager(ABC):
         """Return the K/V that these tokens can reuse, except that of the last token. Changes nothing."""
 
     def hold(self, hit: Hit) -> list[int]:
-        """Add a reference to a hit's whole blocks; return them as the start of a block table."""
+        """Add a reference to a hit's whole blocks, and pin its state; return them as the start of a block table."""
         self._pool.hold(hit.blocks)
+        if hit.state >= 0:
+            self.states.pin(hit.state)
         return list(hit.blocks)
 
     def take(self, count: int) -> list[int]:
         """Return fresh blocks, evicting idle ones if needed. Raises `CacheFull` and then changes nothing."""
-        return self._pool.take(count, self._forget)
+        return self._pool.take(count, self._evict)
 
     @abstractmethod
     def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
@@ -138,6 +152,26 @@ class KVManager(ABC):
         replaced block is released.
         """
 
+    def keep_state(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        salt: Salt,
+        blocks: Sequence[int],
+        position: int,
+        *,
+        is_spare: bool = False,
+    ) -> None:
+        """Turn a held slot into a snapshot of the state after tokens[:position]; make it blank if their K/V is not found.
+
+        `blocks` is the table of the sequence that computed the state. A spare snapshot is evicted before all others.
+        """
+        block = self._end_block(tokens, salt, blocks, position) if position else -1
+        if block < 0:
+            self.states.release(slot)
+        else:
+            self.states.keep(slot, block, (position - 1) % self.block_size + 1, is_spare=is_spare)
+
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block, last block first: a prefix outlives its continuations."""
         self._pool.release(blocks, self._keep_or_forget)
@@ -145,7 +179,16 @@ class KVManager(ABC):
     def flush(self) -> int:
         """Forget every prefix; return how many idle blocks became blank. Held blocks become blank when released."""
         self._forget_all()
+        self.states.forget_all()
         return self._pool.blank_idle()
+
+    def _evict(self, block: int) -> None:
+        self.states.forget(block)
+        self._forget(block)
+
+    def _end_block(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], position: int) -> int:
+        """Return the block in which tokens[:position] are found to end; -1 if there is none."""
+        return -1
 
     @abstractmethod
     def check(self) -> None:

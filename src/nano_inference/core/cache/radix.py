@@ -15,7 +15,7 @@ released node is always a leaf: eviction never searches the tree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from nano_inference.core.cache.pool import Hit, KVManager, Salt
 
@@ -49,6 +49,8 @@ class RadixKVCache(KVManager):
                 break
             found.append(child)
             node = child
+        if self.num_states:
+            return self._peek_state(tokens, salt, found, limit)
         num_idle = sum(not self._pool.refs[block] for block in found)
         start = len(found) * self.block_size
         if node is None or start >= limit:
@@ -83,8 +85,40 @@ class RadixKVCache(KVManager):
             self._drop_unused_root(self._roots[salt])
         return table
 
+    def _peek_state(self, tokens: Sequence[int], salt: Salt, found: list[int], limit: int) -> Hit:
+        """Return the longest hit that ends at a snapshot. `found` are the full blocks of the prefix, in order."""
+        size = self.block_size
+        reach = len(found) * size
+        path = [self._roots[salt], *found] if salt in self._roots else []
+        for index in range(len(path) - 1, -1, -1):
+            label = tuple(tokens[index * size : min(limit, (index + 1) * size)])
+            if index == len(found) and label:
+                reach += self._longest_match(path[-1], label)[1]
+            best = (0, -1, -1)
+            for block in chain(found[index : index + 1], self._children(path[index], label)):
+                if self.states.has(block):
+                    best = max(best, (*self.states.longest(block, _num_equal(label, self._label_of[block])), block))
+            count, slot, block = best
+            if count:
+                whole = tuple(found[: index + (count == size)])
+                num_idle = sum(not self._pool.refs[one] for one in whole)
+                return Hit(whole, num_idle, *((-1, 0) if count == size else (block, count)), state=slot, reach=reach)
+        return Hit(reach=reach)
+
+    def _end_block(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], position: int) -> int:
+        index = (position - 1) // self.block_size
+        label = tuple(tokens[index * self.block_size : position])
+        if len(self._label_of.get(blocks[index], ())) >= len(label):
+            return blocks[index]
+        parent = blocks[index - 1] if index else self._roots.get(salt)
+        block, count = (-1, 0) if parent is None else self._longest_match(parent, label)
+        return block if count == len(label) else -1
+
     def check(self) -> None:
         self._pool.check()
+        self.states.check()
+        for block, count in self.states.snapshots():
+            assert len(self._label_of[block]) >= count
         for root in self._roots.values():
             assert root in self._num_children, "a root has at least one child"
         seen = list(self._walk(self._roots.values()))
@@ -177,12 +211,23 @@ class RadixKVCache(KVManager):
     def _longest_match(self, parent: int, tokens: Label) -> tuple[int, int]:
         """Return the child with the longest common prefix with `tokens`, and its length; (-1, 0) if none."""
         best_block, best_count = -1, 0
-        for block in islice(reversed(self._by_first.get((parent, tokens[0]), {})), _PARTIAL_CANDIDATES):
-            count = 0
-            for token, other in zip(tokens, self._label_of[block], strict=False):
-                if token != other:
-                    break
-                count += 1
+        for block in self._children(parent, tokens):
+            count = _num_equal(tokens, self._label_of[block])
             if count > best_count:
                 best_block, best_count = block, count
         return best_block, best_count
+
+    def _children(self, parent: int, tokens: Label) -> Iterator[int]:
+        """Return the newest children whose labels start with the first of these tokens."""
+        group = self._by_first.get((parent, tokens[0]), {}) if tokens else {}
+        return islice(reversed(group), _PARTIAL_CANDIDATES)
+
+
+def _num_equal(tokens: Label, others: Label) -> int:
+    """Return the length of the longest common prefix."""
+    count = 0
+    for token, other in zip(tokens, others, strict=False):
+        if token != other:
+            break
+        count += 1
+    return count
