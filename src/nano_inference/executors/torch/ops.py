@@ -76,7 +76,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Ten
 
 def heads(x_TW: Tensor, head_dim: int) -> Tensor:
     """Return a buffer as heads [T, Y, D]."""
-    return x_TW.reshape(x_TW.size(0), -1, head_dim)
+    return x_TW.reshape(x_TW.size(0), x_TW.size(1) // head_dim, head_dim)
 
 
 def unit(x: Tensor) -> Tensor:

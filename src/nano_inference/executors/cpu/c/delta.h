@@ -46,19 +46,25 @@ static void convolve_row(const States *s, long state, const float *w, long taps,
     }
 }
 
-/* Write a row's states: the last taps - 1 inputs at the end of each part. The row's own slot may be its source. */
-static void keep_inputs(const States *s, long row, long state, long taps, const float *x, long ldx, long channels) {
+/* The last taps - 1 inputs at the end of one part of a row. */
+static void keep_inputs(const States *s, long row, long part, long state, long taps, const float *x, long ldx,
+                        long channels) {
     const float *past = s->source[row] < 0 ? NULL : slot_at(s, s->source[row], state);
-    for (long p = s->first[row]; p < s->first[row + 1]; p++) {
-        const long count = s->end[p] - s->begin[row];
-        float *to = slot_at(s, s->slot[p], state);
-        for (long j = 0; j + 1 < taps; j++, to += channels) {
-            const long token = count - (taps - 1) + j;                /* of the row; below 0: before it */
-            if (token >= 0) memcpy(to, x + (s->begin[row] + token) * ldx, 4 * (size_t)channels);
-            else if (past) memmove(to, past + (count + j) * channels, 4 * (size_t)channels);
-            else memset(to, 0, 4 * (size_t)channels);
-        }
+    const long count = s->end[part] - s->begin[row];
+    float *to = slot_at(s, s->slot[part], state);
+    for (long j = 0; j + 1 < taps; j++, to += channels) {
+        const long token = count - (taps - 1) + j;                    /* of the row; below 0: before it */
+        if (token >= 0) memcpy(to, x + (s->begin[row] + token) * ldx, 4 * (size_t)channels);
+        else if (past) memmove(to, past + (count + j) * channels, 4 * (size_t)channels);
+        else memset(to, 0, 4 * (size_t)channels);
     }
+}
+
+/* Those of all parts; the one that overwrites the row's source is the last. */
+static void keep_row_inputs(const States *s, long row, long state, long taps, const float *x, long ldx, long channels) {
+    for (int is_source = 0; is_source < 2; is_source++)
+        for (long p = s->first[row]; p < s->first[row + 1]; p++)
+            if ((s->slot[p] == s->source[row]) == is_source) keep_inputs(s, row, p, state, taps, x, ldx, channels);
 }
 
 INLINE float inverse_length(const float *x, long n) { return 1.0f / sqrtf(sum_of_squares(x, n) + 1e-6f); }

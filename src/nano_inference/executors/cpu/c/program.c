@@ -387,8 +387,8 @@ static void keep_all_inputs(Worker *w, const Run *r, const Op *op) {
     const States *s = &r->step->states;
     begin_job(w);
     FOR_PIECES(w, row, s->num_rows)
-        keep_inputs(s, row, op->state, op->dim, r->step->buffers[op->in], r->program->strides[op->in],
-                    r->program->widths[op->out]);
+        keep_row_inputs(s, row, op->state, op->dim, r->step->buffers[op->in], r->program->strides[op->in],
+                        r->program->widths[op->out]);
     finish_job(w, s->num_rows);
 }
 
