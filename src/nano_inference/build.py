@@ -393,7 +393,7 @@ def _size_within(num_bytes: int, config: EngineConfig, executor: Executor) -> Ca
 
 
 def count_states(num_bytes: int, state_bytes: int, max_batch_size: int) -> int:
-    """Return the number of slots for recurrent states in a cache of so many bytes: at most half of it; 0 without states.
+    """Return the number of slots for recurrent states in a cache of so many bytes, of which they use at most half.
 
     Raises `ValueError` if those of one sequence do not fit.
     """

@@ -62,8 +62,8 @@ class FakeRunner:
     Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected. K/V of a
     version before `oldest` must not be read, nor by a row that starts any of weights before the installed ones.
 
-    With `num_states`, a recurrent state is a hash of the tokens and versions that it has seen. A row fails that does not
-    start from the state of exactly the tokens before it, or uses a slot that another row of its step writes.
+    With `num_states`, a recurrent state is a hash of the tokens and versions that it has seen. A row fails that does
+    not start from the state of exactly the tokens before it, or uses a slot that another row of its step writes.
     """
 
     failure: Exception | None = None

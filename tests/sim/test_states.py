@@ -9,24 +9,28 @@ from functools import partial
 import pytest
 
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import SamplingParams
-from tests.sim.fakes import fake_config, fake_parts
+from nano_inference.types import SamplingParams, TrainingSample
+from tests.sim.fakes import fake_config, fake_parts, is_idle, parrot, raising, reference
 from tests.sim.test_versions import check_sample, run_world
 from tests.sim.versioned import versioned_engine
-from tests.sim.worlds import make_world
+from tests.sim.worlds import World, make_world
+
+ONE = SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
 
 
 def history(seed: int) -> Counter[str]:
-    """Run one random history; return what happened in it."""
+    """Run one random history of two turns; return what happened in it."""
     rng = random.Random(seed)
     guesses = seed % 2 == 1
-    num_states = rng.choice([2, 3, 4, 6, 10, 20, 60])
-    make_engine = partial(versioned_engine, num_states=num_states)
+    make_engine = partial(versioned_engine, num_states=rng.choice([2, 3, 4, 6, 10, 20, 60]))
     lookahead = 1 if guesses else rng.choice([1, 1, 2, 5])
     world = make_world(seed, "radix", tight=seed % 3 > 0, guesses=guesses, lookahead=lookahead, make_engine=make_engine)
+    fail_sometimes(world, rng)
     counts: Counter[str] = Counter()
-    run_world(world)
-    assert world.engine.parts.kv.states.num_held == 0
+    for _ in range(2):
+        run_world(world)
+        assert world.engine.parts.kv.states.num_held == 0
+        world.arrivals = next_turns(world, rng)
     assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
     for sample in world.samples:
         check_sample(world, sample)
@@ -37,6 +41,29 @@ def history(seed: int) -> Counter[str]:
     counts["rejected"] += world.runner.num_wrong
     counts["aborted"] += len(world.aborted)
     return counts
+
+
+def fail_sometimes(world: World, rng: random.Random) -> None:
+    """Let some steps fail after they have written states."""
+    step = world.engine.step
+
+    def step_or_fail() -> list[TrainingSample]:
+        world.runner.on_step = raising(InterruptedError(), world.runner.num_steps + 1 if rng.random() < 0.03 else 0)
+        try:
+            return step()
+        except InterruptedError:
+            return []
+
+    world.engine.step = step_or_fail  # type: ignore[method-assign]
+
+
+def next_turns(world: World, rng: random.Random) -> list[dict[str, object]]:
+    """Continue some of the samples."""
+    chosen = rng.sample(world.samples, min(2, len(world.samples)))
+    turns = [(world.asked[one.request_id], (*one.prompt_tokens, *one.completion_tokens)) for one in chosen]
+    return [
+        ask | {"prompt": [*tokens, *(rng.randrange(50) for _ in range(3))]} for ask, tokens in turns if len(tokens) < 48
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,3 +77,115 @@ def test_no_row_of_a_random_history_uses_a_wrong_slot(seeds: range) -> None:
         counts += history(seed)
     names = ("preempted", "cached", "mixed", "accepted", "rejected", "aborted")
     assert all(counts[name] > len(seeds) // 6 for name in names), counts
+
+
+def state_engine(num_states: int, num_blocks: int = 400, **options: object) -> InferenceEngine:
+    """An engine with blocks of 4 tokens; `options` are those of `fake_config`."""
+    parts = fake_parts("radix", num_blocks, 4, num_states=num_states)
+    return InferenceEngine(fake_config(**options), parts=parts)
+
+
+def cached(engine: InferenceEngine, *prompts: list[int], params: SamplingParams = ONE, n: int = 1) -> list[int]:
+    """Generate at the same time; return how many tokens of each prompt were cached."""
+    return [sample.num_cached_tokens for sample in engine.generate(list(prompts), params, n)]
+
+
+def test_next_turn_starts_at_the_end_of_the_answer() -> None:
+    engine = state_engine(8)
+    first = engine.generate([list(range(10, 33))], SamplingParams(max_tokens=9, seed=1, ignore_eos=True))[0]
+    turn = [*first.prompt_tokens, *first.completion_tokens, 1, 2]
+    assert cached(engine, turn) == [len(turn) - 3]  # the last drawn token was never computed
+
+
+def test_third_prompt_behind_a_shared_system_prompt_hits() -> None:
+    engine = state_engine(20)
+    system = list(range(20, 43))
+    prompts = [[*system, *[last] * 9] for last in (1, 2, 3)]
+    assert [cached(engine, prompt) for prompt in prompts] == [[0], [0], [len(system)]]
+
+
+def test_prompt_that_shares_part_of_a_long_one_starts_from_a_power_of_two() -> None:
+    engine = state_engine(20, max_tokens_per_batch=200)
+    long = [token % 50 for token in range(1100)]
+    cached(engine, long)
+    assert cached(engine, [*long[:900], 7, 7]) == [512]
+    assert cached(engine, [*long[:900], 8, 8]) == [900]
+
+
+def test_samples_and_equal_prompts_compute_the_prompt_once() -> None:
+    engine = state_engine(40, max_tokens_per_batch=16, max_batch_size=16)
+    prompt = list(range(1, 40))
+    assert cached(engine, prompt, n=8) == [0] + [38] * 7
+    assert engine.parts.runner.num_computed == 39 + 7
+    other = [5, *prompt]
+    assert sorted(cached(engine, *[other] * 8)) == [0] + [39] * 7
+
+
+def test_slots_that_a_step_reads_are_not_overwritten() -> None:
+    engine = state_engine(4)
+    first = list(range(1, 21))
+    cached(engine, first)  # leaves two snapshots, and two blank slots for two sequences
+    shared = [*first[:10], *[30] * 9]  # keeps two snapshots of its own, for which there is no slot beside
+    assert cached(engine, shared, [*first, 40, 41]) == [0, 20]
+
+
+def test_accepted_draft_tokens_are_computed_once_and_rejected_ones_cost_no_second_slot() -> None:
+    parts = fake_parts("radix", 100, 4, drawing=parrot, num_states=2)
+    engine = InferenceEngine(fake_config(speculation="ngram"), parts=parts)
+    params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
+    sample = engine.generate([[1, 2, 3, 4] * 3], params)[0]
+    runner = engine.parts.runner
+    assert list(sample.completion_tokens) == reference([1, 2, 3, 4] * 3, params, 0, drawing=parrot)[0]
+    assert runner.num_right > 20 and runner.num_wrong > 5
+    assert runner.num_computed < 72 + 2 * runner.num_wrong + runner.num_right / 2
+    assert is_idle(engine)
+
+
+def test_flushed_and_older_snapshots_are_not_found() -> None:
+    engine = state_engine(8)
+    prompt = list(range(1, 20))
+    cached(engine, prompt)
+    assert cached(engine, [*prompt, 1]) == [19]
+    engine.flush_cache()
+    assert engine.parts.kv.states.num_snapshots == 0
+    assert cached(engine, [*prompt, 1]) == [0]
+
+
+def test_evicted_block_takes_its_snapshots_along() -> None:
+    engine = state_engine(20, num_blocks=12)
+    prompt = list(range(1, 20))
+    cached(engine, prompt)
+    cached(engine, [token + 9 for token in range(40)])
+    assert cached(engine, [*prompt, 1]) == [0]
+    assert is_idle(engine)
+
+
+def test_snapshots_are_counted() -> None:
+    engine = state_engine(8)
+    prompt = list(range(1, 20))
+    engine.add_request(prompt, ONE)
+    stats = engine.tick().stats
+    assert (stats.num_state_snapshots, stats.num_state_hits) == (2, 0)
+    engine.add_request([*prompt, 1], ONE)
+    assert engine.tick().stats.num_state_hits == 1
+
+
+def test_256_requests_with_20_slots_end_in_the_order_of_their_arrival() -> None:
+    engine = state_engine(20, num_blocks=4000, max_batch_size=256)
+    ids = [
+        engine.add_request([number % 50, *range(10)], SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
+        for number in range(256)
+    ]
+    ended: list[int] = []
+    started: list[int] = []
+    while len(ended) < 256:
+        result = engine.tick()
+        assert result.stats.num_running <= 10 and result.stats.num_preempted == 0
+        started += [request_id for request_id, _ in result.started]
+        ended += [sample.request_id for sample in result.samples]
+    assert started == ids == sorted(ended)
+
+
+def test_paged_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cache_type: .* recurrent states"):
+        fake_parts("paged", 100, 4, num_states=4)

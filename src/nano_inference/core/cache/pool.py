@@ -162,7 +162,7 @@ class KVManager(ABC):
         *,
         is_spare: bool = False,
     ) -> None:
-        """Turn a held slot into a snapshot of the state after tokens[:position]; make it blank if their K/V is not found.
+        """Turn a held slot into a snapshot of the state after tokens[:position], or make it blank if none can find it.
 
         `blocks` is the table of the sequence that computed the state. A spare snapshot is evicted before all others.
         """

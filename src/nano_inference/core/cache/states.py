@@ -68,7 +68,7 @@ class StatePool:
         return block in self._of_block
 
     def longest(self, block: int, most: int) -> tuple[int, int]:
-        """Return (count, slot) of the longest snapshot of at most `most` tokens of a block; (0, -1) if there is none."""
+        """Return (count, slot) of a block's longest snapshot of at most `most` tokens; (0, -1) if there is none."""
         return max(((n, slot) for n, slot in self._of_block.get(block, {}).items() if n <= most), default=(0, -1))
 
     def pin(self, slot: int) -> None:
