@@ -126,6 +126,9 @@ class EngineParts:
             block_size=self.kv.block_size,
             hidden_size=self.checkpoint.config.hidden_size if self.checkpoint else 0,
             eos_token_ids=self.eos_token_ids,
+            media_token_ids={token: name for name, token in self.checkpoint.config.media_token_ids}
+            if self.checkpoint
+            else {},
             caches_by_prompt=self.caches_by_prompt,
             lineage=lineage,
         )

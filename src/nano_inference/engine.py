@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial as bound
@@ -20,6 +20,7 @@ from nano_inference.core.core import Core
 from nano_inference.core.driving import Driving
 from nano_inference.core.mailboxes import DeltaStream, Mailboxes
 from nano_inference.executors.protocol import Executor
+from nano_inference.models.names import WeightShapes
 from nano_inference.support.checks import check_bool, unit_vector
 from nano_inference.text.dialogue import ANSWER, Rendering, text_of
 from nano_inference.text.dialogue import require as require_dialogue
@@ -666,10 +667,10 @@ class InferenceEngine:
         state: UpdateState = "idle" if weights is None else weights.state
         return WeightInfo(self._core.version, self._core.labels.get(self._core.version), state)
 
-    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the accepted weight names and their shapes. Can be called from any thread."""
+    def weight_shapes(self) -> WeightShapes:
+        """Return the model's weight names and their shapes, by every accepted name. Can be called from any thread."""
         weights = self.parts.weights  # read once: another thread may close the engine
-        return {} if weights is None else weights.shapes
+        return WeightShapes({}) if weights is None else weights.shapes
 
     def weights_dtype(self) -> str:
         """Return the precision in which the weights are stored, such as float32."""

@@ -227,7 +227,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["FooForCausalLM"]}, "known: LlamaForCausalLM, MistralForCausalLM"),
     ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "mixture of experts"),
     ({"architectures": ["Qwen3MoeForCausalLM"]}, "mixture of experts"),
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "multimodal"),
+    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is missing"),
+    ({"architectures": ["LlavaForConditionalGeneration"]}, "multimodal"),
 ]
 
 

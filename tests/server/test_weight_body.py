@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from nano_inference import weights_checksum
 from tests.server.tiny import Running
 from tests.server.trainer import PROMPT, SHORT, Stream, fresh_tokens, make_weights, ok, refused, serving
 
@@ -60,6 +61,13 @@ def test_weights_are_installed_with_their_label(server: Running, body: bytes, ne
     assert checksum(server) == digest
 
 
+def test_ignored_tensors_are_read_and_dropped(server: Running, new: Path) -> None:
+    named = load_file(new / "model.safetensors")
+    ignored = {"a.rotary_emb.inv_freq": torch.zeros(3 << 18), "z.rotary_emb.inv_freq": torch.zeros(0)}
+    ok(send(server, save({**ignored, **named})))
+    assert checksum(server) == weights_checksum(named)
+
+
 def test_a_part_of_the_weights_needs_partial(server: Running, new: Path) -> None:
     part = save({"model.norm.weight": load_file(new / "model.safetensors")["model.norm.weight"] * 2})
     before = checksum(server)
@@ -92,7 +100,10 @@ DAMAGED: list[tuple[bytes, str]] = [
     (struct.pack("<Q", 20) + b"{}", "body ended 18 bytes before"),
     (struct.pack("<Q", 4) + b"[[[[", "header"),
     (header({"other": entry([1], 0, 4)}) + bytes(4), "other: the model has no such tensor"),
-    (header({NORM: entry([1 << 40], 0, 1 << 42)}), "model.norm.weight: shape [1099511627776], the model's is"),
+    (
+        header({NORM: entry([1 << 40], 0, 1 << 42)}),
+        "model.norm.weight: has the shape (1099511627776,), the model (32,)",
+    ),
     (header({NORM: entry([16], 0, 64, "I8")}) + bytes(64), "dtype 'I8'"),
     (header({NORM: entry([16], 8, 72)}) + bytes(72), "does not follow"),
 ]

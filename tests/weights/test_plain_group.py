@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nano_inference import WeightError
+from nano_inference.models.names import WeightShapes
 from nano_inference.weights.member import Place, PlainSpec, misfits, plain_specs
 from nano_inference.weights.plain import PlainGroup, forwarded_to, plain_group
 from tests.weights.pairs import OpenEngine, Pair
@@ -241,7 +242,7 @@ def test_every_rank_is_forwarded_to_once() -> None:
 
 def test_misfits_lists_unusable_tensors() -> None:
     specs = plain_specs(["a", "b", "c", "x.rotary_emb.inv_freq"], ["float32"] * 4, [[1], [2], [3], [4]])
-    assert misfits(specs, {"a": (1,), "b": (3,)}) == [
+    assert misfits(specs, WeightShapes({"a": (1,), "b": (3,)})) == [
         "b: has the shape (2,), the model (3,)",
         "c: the model has no such tensor",
     ]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from nano_inference import WeightError
 from nano_inference.loading.pickle_data import PickleError
+from nano_inference.models.names import WeightShapes
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.groups import Groups
 from nano_inference.weights.member import Place, PlainSpec, plain_specs
@@ -269,7 +270,7 @@ def test_closing_ends_a_broadcast_that_does_not_come(mixed: Trainer, library: st
 def test_server_joins_a_trainer_of_vllm(mixed: Trainer, library: str) -> None:
     async def run() -> Any:
         shapes = {name: tuple(one.shape) for name, one in MIXED.items()}
-        groups = Groups(60, lambda: shapes, nccl_device="cpu", nccl_library=library)
+        groups = Groups(60, lambda: WeightShapes(shapes), nccl_device="cpu", nccl_library=library)
         port = free_port()
         mixed.host(port)
         place = {"rank": 1, "world_size": 2, "backend": "nccl", "bucket_bytes": 7, "is_vllm": True}
@@ -294,7 +295,7 @@ def test_server_joins_a_trainer_of_vllm(mixed: Trainer, library: str) -> None:
 
 def test_server_gives_up_a_rank_that_nccl_waits_for(mixed: Trainer, library: str) -> None:
     async def run() -> None:
-        groups = Groups(1, dict, nccl_device="cpu", nccl_library=library)
+        groups = Groups(1, lambda: WeightShapes({}), nccl_device="cpu", nccl_library=library)
         port = free_port()
         mixed.host(port, 3)
         with ThreadPoolExecutor() as pool:

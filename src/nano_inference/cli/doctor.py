@@ -81,6 +81,7 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
         "file_precision": checkpoint.dtype,
         "file_bytes": sum(file.stat().st_size for file in files),
         "parameters": checkpoint.num_parameters,
+        "ignored_tensors": ignored_tensors(checkpoint),
         "float32_bytes": checkpoint.num_parameters * FLOAT32,
         "kv_bytes_per_token": config.kv_bytes_per_token(FLOAT32),
         "tokenizer": own if source.gguf is None else f"gguf ({source.gguf.get('tokenizer.ggml.model')})",
@@ -91,6 +92,11 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
         constants = {name: {"value": one.value, "reason": one.reason} for name, one in inferred.values.items()}
         facts |= {"constants": constants, "warnings": list(inferred.warnings)}
     return facts
+
+
+def ignored_tensors(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the numbers of tensors that the model does not compute with, by the start of their names."""
+    return dict(Counter(checkpoint.config.names.ignored_as(name) or name for name in checkpoint.ignored))
 
 
 def _fact(key: str, value: Any) -> str:
@@ -187,7 +193,13 @@ def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine
     context = min(CONTEXT, checkpoint.config.max_positions)
     kv_bytes = checkpoint.config.kv_bytes_per_token(FLOAT32)
     shown = f"auto ({checkpoint.dtype})" if precision == "auto" else precision
-    return {"model": name, "precision": shown, **_costs(total, kv_bytes, context, machine)}
+    ignored = sum(ignored_tensors(checkpoint).values())
+    return {
+        "model": name,
+        "precision": shown,
+        "ignored_tensors": ignored,
+        **_costs(total, kv_bytes, context, machine),
+    }
 
 
 def weight_bytes(source: WeightSource, precision: str) -> int:
@@ -289,10 +301,16 @@ def examine(cache: Path, config: Path | None = None) -> dict[str, Any]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     name = row.get("model") or row["size"]
+    ignored = row.get("ignored_tensors", 0)
     if "problem" in row:
         return [name, row["problem"]]
     return [
-        *(name, row["precision"], decimal(row["weight_bytes"]), decimal(row["kv_bytes_per_token"])),
+        *(
+            f"{name} (without {ignored} other tensors)" if ignored else name,
+            row["precision"],
+            decimal(row["weight_bytes"]),
+            decimal(row["kv_bytes_per_token"]),
+        ),
         f"{decimal(row['context_kv_bytes'])} / {row['context']}",
         *(f"{row['kv_budget_tokens']:,}", "yes" if row["fits"] else "no"),
     ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from nano_inference.config import EngineConfig
 from nano_inference.core.seeds import derive_seed
@@ -38,6 +38,7 @@ class Limits:
     """Size of an embedding; 0 if unknown."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's end tokens, which stop a request unless it ignores them."""
+    media_token_ids: Mapping[int, str] = field(default_factory=dict)  # tokens of images, with their fields
     caches_by_prompt: bool = False
     """Whether K/V depends on the prompt's length, so that only prompts of equal length share cached prefixes."""
     lineage: str | None = None
@@ -198,7 +199,7 @@ def check_partial(request: EngineRequest, prompt: tuple[int, ...], max_new: int,
 
 
 def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
-    """Return the prompt as a tuple. Raises `ValueError` if it is empty or has an id outside the vocabulary."""
+    """Return the prompt as a tuple. Raises `ValueError` if it is empty or has an id that the model does not take."""
     ids = token_ids("prompt", prompt)
     if not ids:
         raise BadRequest("prompt", "must hold at least one token")
@@ -208,6 +209,12 @@ def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
             "prompt",
             f"token id {ids[position]} at position {position} is outside the vocabulary of {limits.vocab_size}",
         )
+    if limits.media_token_ids and not limits.media_token_ids.keys().isdisjoint(ids):
+        position = next(i for i, token in enumerate(ids) if token in limits.media_token_ids)
+        named = (
+            f"token id {ids[position]} at position {position} is the model's {limits.media_token_ids[ids[position]]}"
+        )
+        raise BadRequest("prompt", f"{named}: images and videos are not supported")
     return ids
 
 

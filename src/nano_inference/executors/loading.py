@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping
 import torch
 
 from nano_inference.executors.protocol import Executor
-from nano_inference.loading.sources import HARMLESS_SUFFIX, WeightSource, check_names
+from nano_inference.loading.sources import WeightSource, check_names
 from nano_inference.models.program import Program
 
 LoadProgress = Callable[[int, int], None]  # callback receiving (bytes_done, bytes_total), counted as float32
 
 
 def known_sources(program: Program, sources: Mapping[str, WeightSource]) -> dict[str, WeightSource]:
-    """Return the sources of a program's weights, without tied ones and rotary frequencies.
+    """Return the sources of a program's weights, without tied ones.
 
     Raises `ModelError` for a tensor that is unknown, missing or of another shape.
     """
-    ignored = program.tied_names.keys()
-    named = {n: s for n, s in sources.items() if n not in ignored and not n.endswith(HARMLESS_SUFFIX)}
+    named = {name: source for name, source in sources.items() if name not in program.tied_names}
     check_names({spec.name: spec.shape for spec in program.weights}, named)
     return named
 

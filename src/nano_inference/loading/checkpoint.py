@@ -16,7 +16,7 @@ from nano_inference.loading.gguf_file import read_gguf
 from nano_inference.loading.hf_config import model_config
 from nano_inference.loading.listing import PICKLED, only_gguf
 from nano_inference.loading.safetensors_file import open_weights
-from nano_inference.loading.sources import same_values
+from nano_inference.loading.sources import own_sources, same_values
 from nano_inference.models.parts import EMBEDDING, HEAD
 from nano_inference.support.files import exists, is_present, path_of
 from nano_inference.support.plugins import table
@@ -62,9 +62,13 @@ def open_checkpoint(
         elif path.is_file():
             why = "not a .gguf file; for Hugging Face files give the directory"
         raise ModelError(f"{path}: {why}")
+    checkpoint = found.open(path, given)
+    sources, ignored = own_sources(checkpoint.sources, checkpoint.config.names, str(path))
+    if ignored:
+        dtype = main_dtype(path, sources)
+        checkpoint = replace(checkpoint, sources=MappingProxyType(sources), ignored=ignored, dtype=dtype)
     # Head and embedding are tied unless the files have a head that differs. Files with a head only give it both names.
     # Same as `tie_weights` in Transformers' `from_pretrained`.
-    checkpoint = found.open(path, given)
     head, table = (checkpoint.sources.get(name) for name in (HEAD, EMBEDDING))
     if not checkpoint.config.tie_embeddings or head is None:
         return checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ class Checkpoint:
     config: ModelConfig
     tokenizer: TokenizerSource
     dtype: str  # most frequent precision of the weights: "float32", "bfloat16", "Q4_1", …
-    sources: Mapping[str, WeightSource]  # every weight by its name in the checkpoint, in file order
+    sources: Mapping[str, WeightSource]  # every weight, in file order; by the program's name once it is opened
     generation: Mapping[str, Any]  # contents of `generation_config.json`; empty if there is none
+    ignored: Mapping[str, WeightSource] = field(default_factory=dict)  # tensors of other parts, by the file's names
     inferred: Inferred | None = None  # values that the files do not contain; None for formats with complete files
 
     def __post_init__(self) -> None:

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any, Literal
 
 from nano_inference.loading.fields import Fields, shown
+from nano_inference.loading.wrappers import WRAPPERS, media_tokens, text_fields, wrapper_of
 from nano_inference.models.config import Activation, LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.names import PLAIN_NAMES, TEXT_NAMES
 from nano_inference.models.qwen35 import DeltaTerms
 from nano_inference.types import ModelError
 
@@ -38,6 +40,8 @@ class _Rules:
     window_period: int | None = 2  # None: the field `sliding_window_pattern`, by default 6
     window: int | None = None
     theta: float = 10000.0
+    vocab_size: int | None = None  # None: the field is required, as the next one
+    heads: int | None = None
     kv_heads: int | None = None  # None: the number of heads
     head_dim: int | None = None  # None: hidden_size / heads
     max_positions: int = 32768
@@ -67,6 +71,8 @@ _GEMMA_2 = _Rules(
 _GEMMA_3 = replace(
     _GEMMA_2,
     model_type="gemma3_text",
+    vocab_size=262208,
+    heads=8,
     window_period=None,
     theta=1e6,
     max_positions=131072,
@@ -105,11 +111,19 @@ _RULES: Mapping[str, _Rules] = {
 def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
     """Return the configuration of `config.json`, with additional end tokens of `generation_config.json`.
 
-    Raises `ModelError` naming an invalid field or an unsupported feature.
+    Of a multimodal model, it is that of the text part. Raises `ModelError` naming an invalid field or an unsupported
+    feature.
     """
+    name = wrapper_of(config)
+    if name is not None:
+        _refuse_quantized(config)
+        found = model_config(text_fields(config, WRAPPERS[name]), generation)
+        media = media_tokens(config, WRAPPERS[name], found.vocab_size)
+        shown_name = f"{found.architecture}, text part of {name}"
+        return replace(found, architecture=shown_name, names=TEXT_NAMES, media_token_ids=media)
     architecture = _architecture(config)
     rules = _RULES[architecture]
-    heads = config.integer("num_attention_heads")
+    heads = config.integer("num_attention_heads", rules.heads)
     hidden = config.integer("hidden_size")
     # The default is one kv head per query head for an explicit null, otherwise the family's.
     default = heads if rules.kv_heads is None or "num_key_value_heads" in config.values else rules.kv_heads
@@ -126,7 +140,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
     window, distinct = _window(config, rules), list(dict.fromkeys(ropes.values()))  # equal ones share one index
     if window is None and SLIDING in layer_types:
         raise ModelError(f"{config.origin}: layer_types names {SLIDING}, but there is no sliding_window")
-    vocab_size = config.integer("vocab_size")
+    vocab_size = config.integer("vocab_size", rules.vocab_size)
     eos_token_ids, bos_token_id = _end_and_start(config, generation, rules, vocab_size)
     is_gemma = rules.family == "gemma"
     activation = _activation(config, rules)
@@ -163,6 +177,7 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
             embedding_scale=math.sqrt(hidden) if is_gemma else None,
             eos_token_ids=eos_token_ids,
             bos_token_id=bos_token_id,
+            names=PLAIN_NAMES if rules.delta == "none" else TEXT_NAMES,
             terms=None if rules.delta == "none" else _delta_terms(config, rules, activation),
         )
     except ValueError as error:
@@ -177,10 +192,8 @@ def _architecture(config: Fields) -> str:
     name = names[0] if names else by_type.get(model_type, model_type)
     if not isinstance(name, str):
         raise config.bad("architectures", "a list of names")
-    for field in ("quantization_config", "compression_config"):  # would otherwise be ignored
-        if name in _RULES and config.get(field) is not None:
-            method = shown(config.within(field).text("quant_method", "unnamed"))
-            raise ModelError(f"{config.origin}: {field} ({method}) is not supported; use plain weights or a GGUF")
+    if name in _RULES:
+        _refuse_quantized(config)
     if name in _RULES and config.flag("use_bidirectional_attention", False):
         raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
     if name in _RULES and not _has_experts(config, _RULES[name]):
@@ -217,6 +230,13 @@ def _delta_terms(config: Fields, rules: _Rules, activation: Activation) -> Delta
         taps=config.integer("linear_conv_kernel_dim", 4, low=2),
         is_grouped=rules.delta == "grouped",
     )
+
+
+def _refuse_quantized(config: Fields) -> None:
+    for field in ("quantization_config", "compression_config"):  # would otherwise be ignored
+        if config.get(field) is not None:
+            method = shown(config.within(field).text("quant_method", "unnamed"))
+            raise ModelError(f"{config.origin}: {field} ({method}) is not supported; use plain weights or a GGUF")
 
 
 def _activation(config: Fields, rules: _Rules) -> Activation:
@@ -297,7 +317,7 @@ def _ropes(
     """Return the rotary embedding of each layer type."""
     out: dict[str, RopeConfig] = {}
     for kind in kinds:
-        if architecture == "Gemma3ForCausalLM":
+        if rules.model_type == "gemma3_text":
             fields = _gemma_3_rope(config, rules, kind)
         else:  # `rope_scaling` takes precedence over `rope_parameters`
             fields = config.within("rope_scaling" if config.mapping("rope_scaling") else "rope_parameters")

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from nano_inference.loading.pieces import DTYPES, PIECE_BYTES, FileRange
+from nano_inference.models.names import NameRules
 from nano_inference.types import ModelError
 
 _SHOWN_NAMES = 5
-HARMLESS_SUFFIX = "rotary_emb.inv_freq"
-"""Rotary frequencies in old checkpoints, which are ignored: they follow from the configuration."""
 
 
 class WeightSource(Protocol):
@@ -83,6 +82,26 @@ def load_into(slots: Mapping[str, Tensor], named: Iterable[tuple[str, WeightSour
     check_names({name: tuple(slot.shape) for name, slot in slots.items()}, sources)
     for name, source in sources.items():
         source.read_into(slots[name])
+
+
+def own_sources(
+    sources: Mapping[str, WeightSource], names: NameRules, origin: str
+) -> tuple[dict[str, WeightSource], dict[str, WeightSource]]:
+    """Return a program's weights by its names, and the ignored ones by those of the files.
+
+    Raises `ModelError` if two of them have the same name in the program.
+    """
+    kept: dict[str, WeightSource] = {}
+    ignored: dict[str, WeightSource] = {}
+    for name, source in sources.items():
+        own = names.own(name)
+        if own in kept:
+            raise ModelError(f"{origin}: has two tensors for {own}, one of them is {name}")
+        if own is None:
+            ignored[name] = source
+        else:
+            kept[own] = source
+    return kept, ignored
 
 
 def check_names(shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, WeightSource]) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from nano_inference.models.names import PLAIN_NAMES, NameRules
 from nano_inference.support.checks import check_int, check_number
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -86,6 +87,8 @@ class ModelConfig:
     embedding_scale: float | None = None  # factor of the token embeddings (Gemma: sqrt(hidden_size))
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    names: NameRules = PLAIN_NAMES  # of weights in files and updates
+    media_token_ids: tuple[tuple[str, int], ...] = ()  # (field of config.json, token that stands for an image or video)
     terms: object = None
     """Further constants of the family: a frozen record whose type its program checks; None for most families."""
 

@@ -25,7 +25,7 @@ from nano_inference.executors.staging import rows_of
 from nano_inference.loading.formats import Checkpoint
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.safetensors_file import SINGLE_NAME
-from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
+from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 from nano_inference.nanochat.checkpoint import GENERATIONS, NanochatTerms
 from nano_inference.nanochat.convert import from_hf, to_hf
@@ -199,8 +199,7 @@ def _own_names(checkpoint: Checkpoint) -> dict[str, WeightSource]:
     names = [f"transformer.h.{i}.{part}.weight" for i in range(checkpoint.config.num_layers) for part in parts]
     ours = {hf_name(name): name for name in ("transformer.wte.weight", *names)}
     renamed = ours if _terms(checkpoint).has_hf_names else {}
-    sources = {renamed.get(name, name): source for name, source in checkpoint.tensors()}
-    return {name: source for name, source in sources.items() if not name.endswith(HARMLESS_SUFFIX)}
+    return {renamed.get(name, name): source for name, source in checkpoint.tensors()}
 
 
 def _check_same(

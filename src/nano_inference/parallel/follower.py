@@ -48,6 +48,7 @@ class Follower:
         self.links = links
         self.part: Shard = shard(program, links.rank, links.size)
         self._specs = {spec.name: spec for spec in self.part.program.weights}
+        self._names = executor.config.names
         self._models = {0: _Model(executor)}
         self._is_fed = is_fed
         self._receiver = threading.Thread(target=self._receive_weights, name="weights", daemon=True)
@@ -170,7 +171,8 @@ class Follower:
         model.fault = "" if self._is_fed or fill is not None else "has not called update_weights"
 
         def put(name: str, source: WeightSource) -> None:  # rank 0 checks names and shapes
-            spec = self._specs.get(self.part.program.tied_names.get(name, name))
+            own = self._names.own(name)
+            spec = None if own is None else self._specs.get(self.part.program.tied_names.get(own, own))
             if spec is not None:
                 self._put(model, spec, part_of(source, self.part.cuts.get(spec.name)))
 

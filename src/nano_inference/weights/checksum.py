@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from nano_inference.models.names import TEXT_NAMES
 from nano_inference.weights.staging import check_source
 
 
@@ -18,11 +19,14 @@ def weights_checksum(
 
     `named` is a state dict or its pairs. `dtype` converts the tensors first: pass the engine's if the trainer's
     differs. Pass tied tensors once, under the embedding's name, as `model.named_parameters()` of a Transformers model
-    yields them (its `state_dict()` has both names). Raises `WeightError` for anything else.
+    yields them (its `state_dict()` has both names). Of a multimodal model, only the text part counts, by its own names.
+    Raises `WeightError` for anything else.
     """
     check_source(named)
     named = named.items() if isinstance(named, Mapping) else named
-    return digest(named if dtype is None else ((name, tensor.detach().to(dtype)) for name, tensor in named))
+    own = ((TEXT_NAMES.own(name), tensor) for name, tensor in named)
+    text = ((name, tensor) for name, tensor in own if name is not None)
+    return digest(text if dtype is None else ((name, tensor.detach().to(dtype)) for name, tensor in text))
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> str:

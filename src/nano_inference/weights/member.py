@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nano_inference.loading.pieces import DTYPES
-from nano_inference.loading.sources import HARMLESS_SUFFIX
+from nano_inference.models.names import WeightShapes
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.support.memory import huge_empty
 from nano_inference.types import WeightError
@@ -72,15 +72,9 @@ def plain_specs(
     return tuple(specs)
 
 
-def misfits(specs: Sequence[PlainSpec], own: Shapes) -> list[str]:
+def misfits(specs: Sequence[PlainSpec], own: WeightShapes) -> list[str]:
     """Return a message for each announced tensor whose name or shape differs from the model's weights."""
-    faults = []
-    for spec in specs:
-        if spec.name not in own and not spec.name.endswith(HARMLESS_SUFFIX):
-            faults.append(f"{spec.name}: the model has no such tensor")
-        elif own.get(spec.name, spec.shape) != spec.shape:
-            faults.append(f"{spec.name}: has the shape {spec.shape}, the model {own[spec.name]}")
-    return faults
+    return [fault for spec in specs if (fault := own.fault(spec.name, spec.shape)) is not None]
 
 
 def buckets(specs: Sequence[PlainSpec], limit: int) -> list[list[PlainSpec]]:

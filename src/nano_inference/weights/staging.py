@@ -11,7 +11,8 @@ from torch import Tensor
 from nano_inference.executors.protocol import Staged
 from nano_inference.executors.staging import NotFinite, dtype_name
 from nano_inference.loading.pieces import FileRange
-from nano_inference.loading.sources import HARMLESS_SUFFIX, TensorSource, WeightSource
+from nano_inference.loading.sources import TensorSource, WeightSource
+from nano_inference.models.names import NameRules
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.types import ModelError, WeightError
@@ -23,20 +24,23 @@ _SHOWN_NAMES = 5
 class Staging:
     """Owns the staged weights of an update until they are complete."""
 
-    def __init__(self, program: Program, staged: Staged, *, is_partial: bool) -> None:
-        self._staged = staged
+    def __init__(self, program: Program, names: NameRules, staged: Staged, *, is_partial: bool) -> None:
+        self._staged, self._names = staged, names
         self._is_partial = is_partial
         self._specs = {spec.name: spec for spec in program.weights}
         self._aliases = program.tied_names
-        self._taken: dict[str, str] = {}  # maps the names of staged weights to the names (aliases) in the update
+        self._taken: dict[
+            str, str
+        ] = {}  # maps the names of staged weights to those (aliases) by which the update has them
 
     @torch.no_grad()
     def put(self, name: object, value: object) -> None:
         """Check one named tensor and pack it. Raises `WeightError` naming the tensor."""
-        if isinstance(name, str) and name.endswith(HARMLESS_SUFFIX):
-            return
         name = checked_name(name)
-        known = self._aliases.get(name, name)
+        own = self._names.own(name)
+        if own is None:
+            return
+        known = self._aliases.get(own, own)
         spec = self._specs.get(known)
         if spec is None:
             raise WeightError(f"{name}: the model has no such tensor")
@@ -44,7 +48,7 @@ class Staging:
         if tuple(source.shape) != spec.shape:
             raise WeightError(f"{name}: the update has the shape {tuple(source.shape)}, the model {spec.shape}")
         if known in self._taken:  # a tied weight under its other name, with equal values
-            if name == self._taken[known]:
+            if own == self._taken[known]:
                 raise WeightError(f"{name}: occurs twice")
             if not self._staged.has_same(spec, source):
                 raise differs(name, self._taken[known])
@@ -52,7 +56,7 @@ class Staging:
             return
         if (precision := self._refused_in(spec, source)) is not None:
             raise WeightError(f"{name}: holds NaN or infinity (in the engine's {precision})")
-        self._taken[known] = name
+        self._taken[known] = own
 
     def _refused_in(self, spec: WeightSpec, source: WeightSource) -> str | None:
         """Pack a tensor; return the precision in which it is not finite, or None.

@@ -6,15 +6,14 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from nano_inference.executors.protocol import Executor, Staged
+from nano_inference.models.names import WeightShapes
 from nano_inference.support.checks import check_int
 from nano_inference.support.files import path_of
 from nano_inference.types import (
@@ -51,7 +50,7 @@ class WeightSyncManager:
         self._group = process_group
         shapes = {spec.name: spec.shape for spec in executor.program.weights}
         tied = {other: shapes[name] for other, name in executor.program.tied_names.items()}
-        self.shapes: Mapping[str, tuple[int, ...]] = MappingProxyType(shapes | tied)
+        self.shapes = WeightShapes(shapes | tied, executor.config.names)
         """Shapes of all weights by name, aliases of tied weights included."""
         self._has_weights = True
         self._job: _Job | None = None
@@ -276,7 +275,7 @@ class _Job:
         executor, update = self._executor, self.update
         pace = self._pace if self.thread and self.takes_turns else None
         staged = executor.weights.stage(pace=pace, check_finite=not update.allow_nonfinite)
-        staging = Staging(executor.program, staged, is_partial=update.partial)
+        staging = Staging(executor.program, executor.config.names, staged, is_partial=update.partial)
         source = pairs(self._named)
         try:
             while True:

@@ -65,7 +65,8 @@ class Policy:
             _check_module(parameters)
             parameters = parameters.named_parameters()
         named = {name.replace("_orig_mod.", ""): value for name, value in dict(parameters).items()}  # compiled modules
-        known = {self.program.tied_names.get(name, name): value for name, value in named.items()}
+        own = {executor.config.names.own(name): value for name, value in named.items()}
+        known = {self.program.tied_names.get(name, name): value for name, value in own.items() if name is not None}
         self.names = tuple(spec.name for spec in self.program.weights)
         absent = [name for name in self.names if name not in known]
         if absent:

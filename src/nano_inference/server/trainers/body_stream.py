@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 from starlette.types import Receive
 
+from nano_inference.models.names import WeightShapes
 from nano_inference.types import ModelError, WeightError
 
 _ORIGIN = Path("body")
@@ -73,7 +74,14 @@ class BodyStream:
             start += len(chunk)
             self._rest = self._rest[len(chunk) :]
 
-    def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
+    def _skip(self, count: int) -> None:
+        """Read and drop bytes. Raises as `read_into`."""
+        piece = memoryview(bytearray(min(count, _BATCH)))
+        while count:
+            self.read_into(piece[:count])
+            count -= min(count, len(piece))
+
+    def weights(self, shapes: WeightShapes) -> Iterator[tuple[str, Any]]:
         """Yield (name, tensor) of a safetensors file as it arrives; `shapes`: the model's weights.
 
         Raises `WeightError` for a damaged file, and before any tensor for one whose weights are not the model's, which
@@ -96,11 +104,12 @@ class BodyStream:
         except ModelError as error:
             raise WeightError(str(error)) from None
         for name, part in ranges.items():
-            if name not in shapes:
-                raise WeightError(f"{name[:200]}: the model has no such tensor")
-            if part.shape != shapes[name]:
-                raise WeightError(f"{name}: shape {list(part.shape)}, the model's is {list(shapes[name])}")
+            if (fault := shapes.fault(name, part.shape)) is not None:
+                raise WeightError(fault)
         for name, part in ranges.items():
+            if shapes.names.own(name) is None:
+                self._skip(num_bytes(part))
+                continue
             data = torch.empty(num_bytes(part), dtype=torch.uint8)
             self.read_into(data.numpy().data)
             yield name, data.view(DTYPES[part.dtype]).view(part.shape)

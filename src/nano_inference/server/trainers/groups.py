@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from nano_inference.models.names import WeightShapes
 from nano_inference.server.errors import ApiError
 from nano_inference.server.trainers.updates import Source
 from nano_inference.types import WeightError
@@ -69,7 +70,7 @@ class Groups:
     def __init__(
         self,
         timeout: float,
-        weight_shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        weight_shapes: Callable[[], WeightShapes],
         *,
         nccl_device: str = "cuda",
         nccl_library: str | None = None,
