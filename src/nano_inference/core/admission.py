@@ -203,18 +203,14 @@ def check_prompt(prompt: Seq[int], limits: Limits) -> tuple[int, ...]:
     ids = token_ids("prompt", prompt)
     if not ids:
         raise BadRequest("prompt", "must hold at least one token")
-    if max(ids) >= limits.vocab_size:
-        position = next(i for i, token in enumerate(ids) if token >= limits.vocab_size)
-        raise BadRequest(
-            "prompt",
-            f"token id {ids[position]} at position {position} is outside the vocabulary of {limits.vocab_size}",
-        )
-    if limits.media_token_ids and not limits.media_token_ids.keys().isdisjoint(ids):
-        position = next(i for i, token in enumerate(ids) if token in limits.media_token_ids)
-        named = (
-            f"token id {ids[position]} at position {position} is the model's {limits.media_token_ids[ids[position]]}"
-        )
-        raise BadRequest("prompt", f"{named}: images and videos are not supported")
+    for i, token in enumerate(ids if limits.media_token_ids or max(ids) >= limits.vocab_size else ()):
+        if token >= limits.vocab_size:
+            raise BadRequest(
+                "prompt", f"token id {token} at position {i} is outside the vocabulary of {limits.vocab_size}"
+            )
+        if token in limits.media_token_ids:
+            media = f"the model's {limits.media_token_ids[token]}: images and videos are not supported"
+            raise BadRequest("prompt", f"token id {token} at position {i} is {media}")
     return ids
 
 
