@@ -71,8 +71,6 @@ def measure(trainer: str, directory: str, rounds: int) -> dict[str, Times]:
     """Return the figures of one trainer by kind of lengths."""
     torch.set_num_threads(1)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     rng, policy = random.Random(7), None
     found: dict[str, Times] = {}
     if trainer.startswith("exact"):
@@ -93,7 +91,8 @@ def measure(trainer: str, directory: str, rounds: int) -> dict[str, Times]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     for kind, lengths in LENGTHS.items():
-        step(model, policy, lengths, rng)  # touches parameters and gradients for the first time
+        step(model, policy, lengths, rng)  # touches the parameters for the first time
+        model.zero_grad()
         forget_peak()
         before = memory_mib("VmRSS")
         rounds_done = [step(model, policy, lengths, rng) for _ in range(rounds)]
@@ -106,6 +105,7 @@ def step(model: transformers.PreTrainedModel, policy: Policy | None, lengths: li
     """Return the seconds of one step, without the optimizer's."""
     texts = [[token % model.config.vocab_size for token in random_ids(rng, length)] for length in lengths]
     starts, loss, times = [PROMPT] * len(texts), [], {}
+    model.zero_grad()
     if policy is not None:
         times["score"] = seconds_of(lambda: policy.engine.score(texts, starts))
         policy.engine.flush_cache()

@@ -35,10 +35,12 @@ def embed(
     rows: TableRows = "token",
     scale: Tensor | None = None,
     part: TablePart | None = None,
+    *,
+    sparse: bool = False,
 ) -> Tensor:
     """Return rows of a table, multiplied by `scale` (in the table's precision) if it is given.
 
-    Zeros for rows that are not in `part`.
+    Zeros for rows that are not in `part`. A `sparse` gradient holds the rows alone.
     """
     row_T = token_T
     if rows == "previous":
@@ -46,7 +48,7 @@ def embed(
     elif rows == "pair":
         row_T = pair_rows(token_T, previous_T, table_NW.size(0) if part is None else part.num_rows)
     if part is None:
-        x_TW = functional.embedding(row_T, table_NW)
+        x_TW = functional.embedding(row_T, table_NW, sparse=sparse)
     else:
         own_T = row_T - part.first_row
         is_own_T = (own_T >= 0) & (own_T < table_NW.size(0))

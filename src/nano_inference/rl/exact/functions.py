@@ -12,14 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nano_inference.core.admission import score_starts, scoring_requests
 from nano_inference.core.sequence import stop_ids_of
 from nano_inference.engine import InferenceEngine
-from nano_inference.rl.exact.logits import logits_of
-from nano_inference.rl.exact.policy import Policy, StaleWeights, exact_executor
-from nano_inference.rl.exact.program import Texts, gradients, head_width
+from nano_inference.rl.exact.backward import with_recomputed_gradient
+from nano_inference.rl.exact.policy import Policy, exact_executor
+from nano_inference.rl.exact.program import Texts
 from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
 
@@ -59,7 +58,7 @@ def train_logprobs(
     device = policy.leaves[0].device
     mask_N = mask_N.to(device)
     values = torch.where(mask_N, values.to(device, torch.float32), 0.0)
-    return cast(Tensor, _Recomputed.apply(values, mask_N, policy, asked, *policy.leaves))  # type: ignore[no-untyped-call]
+    return with_recomputed_gradient(values, mask_N, policy, asked)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -130,43 +129,6 @@ def _scored(
 ) -> Tensor:
     found = engine.score(texts, starts, temperature=temperature, params=params)
     return torch.tensor(list(chain.from_iterable(cast(list[list[float]], found))), dtype=torch.float32)
-
-
-class _Recomputed(torch.autograd.Function):
-    """Given values; the backward pass recomputes the program."""
-
-    @staticmethod
-    def forward(ctx: Any, values_N: Tensor, mask_N: Tensor, policy: Policy, texts: Texts, *leaves: Tensor) -> Tensor:
-        ctx.policy, ctx.texts, ctx.state = policy, texts, policy.state()
-        ctx.save_for_backward(mask_N, *leaves)  # an optimizer step before the backward pass then raises
-        return values_N.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Any, ...]:
-        mask_N, *leaves = ctx.saved_tensors
-        policy: Policy = ctx.policy
-        if ctx.state != policy.state():  # fused optimizers are not noticed by saved tensors
-            raise StaleWeights("the weights have changed between the forward and the backward pass")
-        wanted = [i for i, is_needed in enumerate(ctx.needs_input_grad[4:]) if is_needed]
-        with torch.enable_grad(), torch.autocast(leaves[0].device.type, enabled=False):
-            values = policy.computed([leaf.detach() for leaf in leaves])
-            tensors = {
-                name: value.requires_grad_(i in wanted)
-                for i, (name, value) in enumerate(zip(policy.names, values, strict=True))
-            }
-            names = [policy.names[i] for i in wanted]
-            texts: Texts = ctx.texts
-            logits = None
-            if policy.needs_logits(texts.params):
-                logits = logits_of(policy.engine, texts.ids, texts.starts, head_width(policy.program))
-            found = gradients(
-                policy.program, tensors, names, texts, grad_N * mask_N, by_layer=policy.by_layer, exact_logits=logits
-            )
-        grads: list[Tensor | None] = [None] * len(leaves)
-        for i, one in zip(wanted, found, strict=True):
-            grads[i] = None if one is None else one.to(leaves[i].dtype)
-        return None, None, None, None, *grads
 
 
 class _Replaced(torch.autograd.Function):

@@ -75,7 +75,7 @@ class Policy:
         self._executor = executor
         self._is_rounded = executor.weights.dtype != "float32"
         self._has_exact_head = self._is_rounded if exact_head is None else exact_head
-        self.leaves = tuple(known[name] for name in self.names)
+        self._leaf_of = {name: known[name] for name in self.names}
         self._named = named
         self._installed: tuple[Any, ...] | None = None  # `state` after the last `sync`
         self._num_changes = 0  # changes that were reported
@@ -101,13 +101,21 @@ class Policy:
         if self._installed != self.state():
             raise StaleWeights("the parameters or the engine's weights have changed: call sync()")
 
-    def computed(self, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parameters as the engine has them, in float64 or float32, in which the backward pass computes."""
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return tuple(self._leaf_of.values())
+
+    def leaves_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return parameters by the program's names."""
+        return [self._leaf_of[name] for name in names]
+
+    def computed(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return parameters as the engine has them, in float64 or float32, in which the backward pass computes."""
+        leaves = {name: self._leaf_of[name].detach() for name in names}
         if self._is_rounded:
-            stored = dict(self._executor.weights.values(self.names))
-            pairs = zip(self.names, leaves, strict=True)
-            return [stored[name].to(leaf.device, torch.float32, copy=True) for name, leaf in pairs]
-        return [leaf if leaf.dtype == torch.float64 else leaf.float() for leaf in leaves]
+            stored = dict(self._executor.weights.values(names))
+            return {name: stored[name].to(leaf.device, torch.float32, copy=True) for name, leaf in leaves.items()}
+        return {name: leaf if leaf.dtype == torch.float64 else leaf.float() for name, leaf in leaves.items()}
 
     def needs_logits(self, params: Sequence[SamplingParams]) -> bool:
         """Return whether the backward pass has the engine's own logits; not with windows that restrict prompts only."""
