@@ -77,8 +77,8 @@ class _Recomputation:
             x_CE = x_NE[piece].requires_grad_()
             target_C = torch.tensor(targets[piece], device=x_CE.device)
             exact_CV = None if take is None else take(len(target_C))
-            logits_CV = run_part(head, {"x": x_CE}, weights, tokens)["logits"]
-            out_C = logprobs_of(logits_CV, target_C, known[piece], exact_CV)
+            buffers = run_part(head, {"x": x_CE}, weights, tokens)
+            out_C = logprobs_of(buffers.pop("logits"), target_C, known[piece], exact_CV)
             asked = [x_CE, *(weights[name] for name in names)]
             grad_NE[piece], *found = torch.autograd.grad(out_C, asked, grad_N[piece].to(out_C))
             self._add(names, found)

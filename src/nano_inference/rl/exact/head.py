@@ -15,7 +15,7 @@ from nano_inference.executors.sampling import WHOLE, Known, adjust_known, is_adj
 from nano_inference.models.program import Program
 from nano_inference.rl.exact.program import Texts
 
-ELEMENTS = 1 << 23
+ELEMENTS = 1 << 22
 """Most logits in memory at a time in the backward pass."""
 
 

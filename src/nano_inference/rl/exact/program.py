@@ -176,10 +176,15 @@ def _norm(op: ops.Norm, at: Buffers, weights: Mapping[str, Tensor], tokens: Toke
 
 
 def _linear(op: ops.Linear, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
-    x_TK = at[op.x][:, : op.matrices[0].shape[1]]
+    x_TK = at[op.x]
+    matrices = [weights[matrix.name] for matrix in op.matrices]
+    if op.matrices[0].shape[1] < x_TK.size(1):
+        x_TK = x_TK[:, : op.matrices[0].shape[1]]
+    if op.num_rows is not None:  # the gradient of a slice is a second matrix
+        matrices = [matrix[: op.num_rows] for matrix in matrices]
     biases: list[Tensor | None] = [weights[bias.name] for bias in op.biases]
-    pairs = zip(op.matrices, biases or [None] * len(op.matrices), strict=True)
-    return [functional.linear(x_TK, weights[matrix.name][: op.num_rows], bias) for matrix, bias in pairs]
+    pairs = zip(matrices, biases or [None] * len(matrices), strict=True)
+    return [functional.linear(x_TK, matrix, bias) for matrix, bias in pairs]
 
 
 def _head_norm(op: ops.HeadNorm, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
