@@ -65,24 +65,26 @@ class _Recomputation:
                 self._given.append(run_part(part, self._given[-1], self._weights(part), tokens))
         self._graph = self._with_graph(self.parts[-2])
         x_NE = self._graph[-1]["x"].detach()
-        grad_NE = torch.empty_like(x_NE)
         names = self._wanted(-1, is_wanted)
         known, width = known_of(texts), head_width(policy.program)
         targets = [token for ids, start in zip(texts.ids, texts.starts, strict=True) for token in ids[start:]]
         take = None
         if policy.needs_logits(texts.params):
             take = logits_of(policy.engine, texts.ids, texts.starts, width)
-        for start in range(0, len(known), width):
-            piece = slice(start, start + width)
+
+        def chunk(piece: slice) -> Tensor:
             x_CE = x_NE[piece].requires_grad_()
             target_C = torch.tensor(targets[piece], device=x_CE.device)
             exact_CV = None if take is None else take(len(target_C))
             buffers = run_part(head, {"x": x_CE}, weights, tokens)
             out_C = logprobs_of(buffers.pop("logits"), target_C, known[piece], exact_CV)
             asked = [x_CE, *(weights[name] for name in names)]
-            grad_NE[piece], *found = torch.autograd.grad(out_C, asked, grad_N[piece].to(out_C))
+            grad_CE, *found = torch.autograd.grad(out_C, asked, grad_N[piece].to(out_C))
             self._add(names, found)
-        self._grads = {"x": grad_NE}
+            return grad_CE
+
+        pieces = (slice(start, start + width) for start in range(0, len(known), width))
+        self._grads = {"x": torch.cat([x_NE[:0], *map(chunk, pieces)])}
         return self._taken(-1)
 
     def run_layer(self, index: int, is_wanted: Sequence[bool], *, is_first: bool) -> list[Tensor | None]:
