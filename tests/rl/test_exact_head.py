@@ -13,11 +13,11 @@ from torch import Tensor
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.executors.logprobs import normalise
-from nano_inference.rl.exact import Policy, program, train_logprobs
+from nano_inference.rl.exact import Policy, backward, train_logprobs
 from nano_inference.rl.exact.logits import logits_of
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import config_of, wide_heads
-from tests.models.families import make_model
+from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import write_checkpoint
 from tests.rl.exact_checks import PARAMS, PROMPTS, check_bits, check_gradient, check_head, sampled, texts_of
 
@@ -28,15 +28,17 @@ def opened(path: Path, **options: Any) -> InferenceEngine:
     return InferenceEngine(EngineConfig(str(path), device="cpu", num_threads=1, kv_cache_bytes=8 << 20, **options))
 
 
-@pytest.mark.parametrize("kind", ["qwen3-ratio3-tied", "gemma2", "G4"])
+@pytest.mark.parametrize("kind", ["qwen3-ratio3-tied", "gemma2", "G4", "G2, full decode"])
 @pytest.mark.parametrize(
     "options", [{"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}], ids=str
 )
 def test_logits_are_those_that_were_sampled_from(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    if kind == "G4":
-        write_checkpoint(tmp_path, kind)
-    else:
+    if kind in FAMILIES:
         make_model(kind, tmp_path)
+    else:
+        write_checkpoint(tmp_path, kind[:2])
+    if kind.endswith("full decode"):
+        options = options | {"overrides": ("decode_window=full", "short_window=24")}
     with opened(tmp_path, **options) as engine:
         samples = engine.generate(PROMPTS, PARAMS, 2)
         texts, starts = texts_of(samples)
@@ -86,13 +88,13 @@ def test_tokens_that_sampling_kept_have_a_gradient(tmp_path: Path) -> None:
         values = train_logprobs(policy, samples, params=params)
         assert torch.equal(values.detach(), sampled(samples))
         seen: list[Tensor] = []
-        head = program._head
+        logprobs_of = backward.logprobs_of
 
         def watched(*arguments: Any) -> Tensor:
-            seen.append(head(*arguments))
+            seen.append(logprobs_of(*arguments))
             return seen[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(program, "_head", watched)
+            patch.setattr(backward, "logprobs_of", watched)
             values.sum().backward()
     assert torch.cat(seen).isfinite().all()

@@ -61,7 +61,10 @@ class CacheMemory(Generic[AnyStore]):
 
     def allocate(self, size: CacheSize) -> None:
         self._on_change()
-        self._store = self._make(size, self.dtype(size.dtype))
+        self._store = self.make(size)
+
+    def make(self, size: CacheSize) -> AnyStore:
+        return self._make(size, self.dtype(size.dtype))
 
     def drop(self) -> None:
         """Forget the store, so that there is no cache."""

@@ -2,12 +2,12 @@
 
 An executor has two components: `weights` and `cache`.
 
-Shapes: T tokens of a step, V vocabulary.
+Shapes: K kept tokens of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,9 @@ class Cache(Protocol):
 
     def allocate(self, size: CacheSize) -> None:
         """Allocate the memory, replacing earlier memory. `Executor.run` needs it."""
+
+    def make(self, size: CacheSize) -> Any:
+        """Return other memory of this size, which the caller owns, for `Executor.forward`."""
 
     def free(self) -> None:
         """Free the memory."""
@@ -180,5 +183,10 @@ class Executor(Protocol):
     def copy(self) -> Executor:
         """Return a second executor with the same weights and no cache; updates of one do not affect the other."""
 
-    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token of a step, using a cache that the caller owns. Slow."""
+    def forward(
+        self, inputs: ForwardInput, cache: Any, kept: Sequence[int] | None = None, *, windows: bool = True
+    ) -> Tensor:
+        """Return float32 logits [K, V] of the `kept` tokens of a step, or of all, with a cache that the caller owns.
+
+        The next step may overwrite them. `windows` is that of `step.Forward.hidden`. Slow.
+        """

@@ -9,7 +9,7 @@ Shapes: T tokens of a step, V vocabulary.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -87,7 +87,9 @@ class ShardedExecutor(Executor):
         elif self.failure is None:
             self._leader.ask("forget", self._number, [], lambda: None)
 
-    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
+    def forward(
+        self, inputs: ForwardInput, cache: Any, kept: Sequence[int] | None = None, *, windows: bool = True
+    ) -> Tensor:
         """Raise `ValueError`: the caller's cache would be that of one rank."""
         raise ValueError("tensor_parallel: forward is supported by undivided models only")
 
@@ -112,6 +114,10 @@ class ShardedCache:
 
     def allocate(self, size: CacheSize) -> None:
         self._ask("allocate", lambda: self._own.allocate(size), size)
+
+    def make(self, size: CacheSize) -> Any:
+        """Raise `ValueError`, as `ShardedExecutor.forward` does."""
+        raise ValueError("tensor_parallel: a cache of its own is supported by undivided models only")
 
     def free(self) -> None:
         self._ask("free", self._own.free)

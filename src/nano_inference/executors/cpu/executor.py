@@ -118,14 +118,17 @@ class CpuExecutor(Executor):
         self.model.logits.run_rows({"x": hidden_SE})
         return self.model.logits.buffer("logits", hidden_SE.size(0), self.program.vocab_size)
 
-    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token, using the caller's `KernelStore`."""
+    def forward(
+        self, inputs: ForwardInput, cache: Any, kept: Sequence[int] | None = None, *, windows: bool = True
+    ) -> Tensor:
+        """Return float32 logits [K, V], using the caller's `KernelStore`; the next step overwrites the result."""
         assert isinstance(cache, KernelStore)
         assert max(span.end for span in inputs.spans) <= self._max_len
         tokens = inputs.token_T.tolist()
+        kept = range(len(tokens)) if kept is None else kept
         states = state_rows(inputs.spans) if self.program.states else None
-        layout = layout_of(tokens, inputs.prev_T.tolist(), inputs.spans, range(len(tokens)), states)
-        return self._mode.run(lambda: self.logits(self._hidden(layout, cache.cache)))
+        layout = layout_of(tokens, inputs.prev_T.tolist(), inputs.spans, kept, states)
+        return self._mode.run(lambda: self.logits(self._hidden(layout, cache.cache, windows=windows)))
 
     def _hidden(self, layout: Layout, cache: Cache, *, windows: bool = True) -> Tensor:
         body = self.model.body if windows else self.model.full_body

@@ -166,13 +166,15 @@ class CudaExecutor(Executor):
             out_SW[start : start + size].copy_(memory.registers.read(part.result, size))
         return out_SW
 
-    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token, using the caller's `KVStore`."""
+    def forward(
+        self, inputs: ForwardInput, cache: Any, kept: Sequence[int] | None = None, *, windows: bool = True
+    ) -> Tensor:
+        """Return float32 logits [K, V], using the caller's `KVStore`."""
         assert isinstance(cache, KVStore)
 
         def work() -> Tensor:
-            step = self._pass(rows_of(inputs), cache)
-            return self.logits(self._hidden(step, range(step.token_T.size(0))))
+            step = self._pass(rows_of(inputs), cache, has_windows=windows)
+            return self.logits(self._hidden(step, range(step.token_T.size(0)) if kept is None else kept))
 
         return self._inside(work)
 

@@ -105,10 +105,13 @@ class TorchExecutor(Executor):
         logits_SV = self.model.logits.run([hidden_SE])
         return logits_SV.cpu() if self.device.type == "mps" else logits_SV
 
-    def forward(self, inputs: ForwardInput, cache: Any) -> Tensor:
-        """Return float32 logits [T, V] of every token, using the caller's `KVStore`."""
+    def forward(
+        self, inputs: ForwardInput, cache: Any, kept: Sequence[int] | None = None, *, windows: bool = True
+    ) -> Tensor:
+        """Return float32 logits [K, V], using the caller's `KVStore`."""
         assert isinstance(cache, KVStore)
-        return self._mode.run(lambda: self.logits(self._hidden(inputs, cache, range(len(inputs.token_T)))))
+        kept = range(len(inputs.token_T)) if kept is None else kept
+        return self._mode.run(lambda: self.logits(self._hidden(inputs, cache, kept, windows=windows)))
 
     def _hidden(self, step: ForwardInput, store: KVStore, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         longest = max(span.end for span in step.spans)

@@ -1,24 +1,21 @@
-"""The engine's own logits of whole sequences, for the gradient at the head.
+"""The engine's own logits of scored tokens, for the gradient at the head.
 
-Shapes: T tokens of a piece, V vocabulary, N scored tokens.
+Shapes: T tokens of a piece, K scored ones, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from nano_inference.core.step import RowState
 from nano_inference.engine import InferenceEngine
-from nano_inference.executors.cpu.executor import CpuExecutor
-from nano_inference.executors.cpu.executor import new_store as new_cpu_store
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.step_input import ForwardInput, Span
-from nano_inference.executors.torch.executor import new_store
 
 BLOCK = 16
 
@@ -28,13 +25,13 @@ def logits_of(
 ) -> Callable[[int], Tensor]:
     """Return a function that returns the float32 logits [n, V] of the next n scored tokens, in order.
 
-    They are the bits that sampling had, where rows do not depend on the batch. `width` bounds the tokens of a forward
-    pass, which runs between the engine's steps with a cache of its own.
+    They are the bits that sampling had, where rows do not depend on the batch. A forward pass scores at most `width`
+    tokens of one text; it runs between the engine's steps with a cache of its own.
     """
     executor = engine.parts.executor
     assert executor is not None
-    width = min(width, engine.config.max_tokens_per_batch)
-    pieces = _pieces(engine, executor, texts, starts, width)
+    pairs = zip(texts, starts, strict=True)
+    pieces = (piece for ids, start in pairs for piece in _pieces(engine, executor, ids, start, width))
     left: list[Tensor] = []
 
     def take(count: int) -> Tensor:
@@ -48,24 +45,23 @@ def logits_of(
 
 
 def _pieces(
-    engine: InferenceEngine, executor: Executor, texts: Sequence[Sequence[int]], starts: Sequence[int], width: int
+    engine: InferenceEngine, executor: Executor, ids: Sequence[int], start: int, width: int
 ) -> Iterator[Tensor]:
-    """Yield the logits of scored tokens, those of one text after those of the other."""
-    for ids, begin in zip(texts, starts, strict=True):
-        ids = ids[:-1]  # the last token's logits are of a token that nobody sampled
-        cache = _cache_for(engine, executor, len(ids))
-        for start in range(0, len(ids), width):
-            step = _step(ids, start, min(start + width, len(ids)), executor.device)
-            logits_TV = engine.exclusively(partial(executor.forward, step, cache))
-            yield logits_TV[max(0, begin - 1 - start) :].clone()  # the executor's memory, of inference mode
-
-
-def _cache_for(engine: InferenceEngine, executor: Executor, num_tokens: int) -> Any:
-    size = CacheSize(num_blocks=-(-num_tokens // BLOCK), block_size=BLOCK, num_states=1)
-    dtype = executor.cache.dtype(engine.config.kv_cache_dtype)
-    if isinstance(executor, CpuExecutor):
-        return new_cpu_store(executor.program, executor.library, size, dtype)
-    return new_store(executor.program, size.num_blocks, BLOCK, dtype, executor.device, size.num_states)
+    """Yield the logits of the tokens of a text from `start` on, those of its prompt's last token first."""
+    end, most = len(ids) - 1, engine.config.max_tokens_per_batch  # nothing was sampled after the last token
+    if start > end:
+        return
+    dtype = engine.config.kv_cache_dtype
+    cache = executor.cache.make(CacheSize(num_blocks=-(-end // BLOCK), block_size=BLOCK, dtype=dtype, num_states=1))
+    # An answer has steps of its own: windows may restrict prompts only.
+    cuts = [*range(0, start, most), *range(start, end, min(width, most)), end]
+    for begin, stop in pairwise(cuts):
+        kept = range(max(0, start - 1 - begin), stop - begin) or range(1)  # a step keeps some
+        step = _step(ids, begin, stop, executor.device)
+        windows = begin < start or not executor.program.has_full_decode
+        logits_KV = engine.exclusively(partial(executor.forward, step, cache, kept, windows=windows))
+        if stop >= start:
+            yield logits_KV.clone()  # the executor's memory, of inference mode
 
 
 def _step(ids: Sequence[int], start: int, end: int, device: torch.device) -> ForwardInput:

@@ -118,10 +118,10 @@ class Policy:
         return {name: leaf if leaf.dtype == torch.float64 else leaf.float() for name, leaf in leaves.items()}
 
     def needs_logits(self, params: Sequence[SamplingParams]) -> bool:
-        """Return whether the backward pass has the engine's own logits; not with windows that restrict prompts only."""
+        """Return whether the backward pass has the engine's own logits."""
         restricted = (one for one in params if one.logprobs_mode == "processed")
         is_restricted = any(one.top_k or one.top_p < 1 or one.min_p for one in restricted)
-        return (self._has_exact_head or is_restricted) and not self.program.has_full_decode
+        return self._has_exact_head or is_restricted
 
     def state(self) -> tuple[Any, ...]:
         """Return what changes with the weights: the engine's version, the number of reported changes, and each
