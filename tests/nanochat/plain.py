@@ -15,6 +15,14 @@ from nano_inference.nanochat.gpt import GPT
 @torch.inference_mode()
 def plain_logits(gpt: GPT, ids_BT: Tensor) -> Tensor:
     """Return float32 logits (B, T, V)."""
+    return logits_with_graph(gpt, ids_BT)
+
+
+def logits_with_graph(gpt: GPT, ids_BT: Tensor, num_prompt: int | None = None) -> Tensor:
+    """Return float32 or float64 logits (B, T, V), differentiable.
+
+    With `num_prompt`, later tokens attend to all keys (decode_window=full).
+    """
     config, terms, weights = gpt.model.config, gpt.terms, gpt.weights
     prev_BT = functional.pad(ids_BT[:, :-1], (1, 0), value=-1)
     x_BTE = start_BTE = middle_BTE = embedded(gpt, ids_BT, prev_BT)
@@ -26,21 +34,27 @@ def plain_logits(gpt: GPT, ids_BT: Tensor) -> Tensor:
             last = terms.bigram_rows - 1
             row_BT = torch.where(prev_BT < 0, last, ((36313 * ids_BT) ^ (27191 * prev_BT)) % last)
             x_BTE = x_BTE + weights["bigram_lambdas"][index] * weights["bigram_embed.embed.weight"][row_BT]
-        x_BTE = x_BTE + attended(gpt, norm(gpt, x_BTE), ids_BT, index)
+        x_BTE = x_BTE + attended(gpt, norm(gpt, x_BTE), ids_BT, index, num_prompt)
         inner = functional.relu(norm(gpt, x_BTE) @ weights[f"{at}.mlp.c_fc.weight"].T).square()
         x_BTE = x_BTE + inner @ weights[f"{at}.mlp.c_proj.weight"].T
         if index == config.num_layers // 2:
             middle_BTE = x_BTE
     if terms.has_backout:
         x_BTE = x_BTE - weights["backout_lambda"][0] * middle_BTE
-    logits_BTV = (norm(gpt, x_BTE) @ weights["lm_head.weight"][: config.vocab_size].T).float()
+    logits_BTV = norm(gpt, x_BTE) @ weights["lm_head.weight"][: config.vocab_size].T
+    logits_BTV = wide(logits_BTV)
     cap = config.logits_softcap
     return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return x in float32, or float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def norm(gpt: GPT, x: Tensor) -> Tensor:
     """Return x · rsqrt(mean(x²) + ε)."""
-    x32 = x.float()
+    x32 = wide(x)
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + gpt.model.config.norm_eps)).to(x.dtype)
 
 
@@ -55,7 +69,7 @@ def embedded(gpt: GPT, ids_BT: Tensor, prev_BT: Tensor) -> Tensor:
     return torch.where(prev_BT[..., None] < 0, e_BTE, smeared_BTE)
 
 
-def attended(gpt: GPT, a_BTE: Tensor, ids_BT: Tensor, index: int) -> Tensor:
+def attended(gpt: GPT, a_BTE: Tensor, ids_BT: Tensor, index: int, num_prompt: int | None) -> Tensor:
     """Return one layer's attention: q and k rotated, normed and scaled; v plus gated value embedding (from G2)."""
     at, head_dim, num_tokens = f"transformer.h.{index}.attn", gpt.model.config.head_dim, ids_BT.size(1)
     q_BTHD, k_BTKD, v_BTKD = (
@@ -71,6 +85,8 @@ def attended(gpt: GPT, a_BTE: Tensor, ids_BT: Tensor, index: int) -> Tensor:
     query_T, key_T = torch.arange(num_tokens)[:, None], torch.arange(num_tokens)
     window = gpt.model.config.layers[index].window or num_tokens + 1
     mask_TT = (key_T <= query_T) & (key_T > query_T - window)
+    if num_prompt is not None:
+        mask_TT |= (key_T <= query_T) & (query_T >= num_prompt)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
     out_BHTD = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT, enable_gqa=q.size(1) != k.size(1))
     return out_BHTD.transpose(1, 2).flatten(2) @ gpt.weights[f"{at}.c_proj.weight"].T
