@@ -29,10 +29,15 @@ from nano_inference.executors.cpu.compile import (
     find_compiler,
 )
 from nano_inference.executors.cpu.library import Library
-from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
 from nano_inference.executors.devices import available_memory, pick_device, pick_dtype, set_threads
 from nano_inference.executors.loading import LoadProgress
-from nano_inference.executors.opening import ROUNDINGS, load_cuda_model, load_kernel_model, load_model
+from nano_inference.executors.opening import (
+    ROUNDINGS,
+    load_cuda_model,
+    load_kernel_model,
+    load_model,
+    pick_cuda_kernels,
+)
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.loading.catalog import catalog_sampling, default_cache, resolve
 from nano_inference.loading.checkpoint import Checkpoint
@@ -311,20 +316,6 @@ def pick_kernels(config: EngineConfig, device: torch.device) -> Library | None:
         name = f"kernels={config.kernels}" if is_named else "dtype=int8"
         raise ValueError(f"{name}: {reason}")
     return None
-
-
-def pick_cuda_kernels(config: EngineConfig, device: torch.device) -> Kernels | None:
-    """Return the CUDA kernels; None to use torch: on other devices, with kernels=off or a torch backend of attention.
-
-    Without Triton, torch is used after a warning.
-    """
-    if config.tensor_parallel > 1 or device.type != "cuda" or config.kernels == "off" or config.attention != "auto":
-        return None
-    try:
-        return triton_kernels()
-    except ValueError as error:
-        _log.warning("using torch, which is slower and whose results depend on the batch: %s", error)
-        return None
 
 
 def kernels_here() -> dict[str, str | bool]:

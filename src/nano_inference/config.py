@@ -151,10 +151,12 @@ class EngineConfig:
     def _check_parallel(self) -> None:
         """Raise `ValueError` naming a field that requires kernels, which compute undivided models only."""
         if self.kernels not in ("auto", "off"):
-            raise BadRequest("tensor_parallel", f"cannot be combined with kernels={self.kernels}: ranks use torch")
-        if self.dtype == "int8" or self.deterministic or self.kv_cache_dtype != "auto":
-            name = "dtype=int8" if self.dtype == "int8" else "deterministic" if self.deterministic else "kv_cache_dtype"
-            raise BadRequest("tensor_parallel", f"cannot be combined with {name}, which needs kernels: ranks use torch")
+            raise BadRequest(
+                "tensor_parallel", f"cannot be combined with kernels={self.kernels}: ranks use CUDA kernels or torch"
+            )
+        if self.dtype == "int8" or self.kv_cache_dtype != "auto":
+            name = "dtype=int8" if self.dtype == "int8" else "kv_cache_dtype"
+            raise BadRequest("tensor_parallel", f"cannot be combined with {name}, which ranks do not support")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""

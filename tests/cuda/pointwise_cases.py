@@ -15,7 +15,7 @@ from torch import Tensor
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.records import Cache, HeadNorms, NormOrder
 from nano_inference.executors.torch import ops as reference
-from nano_inference.models.ops import Activation, TableRows
+from nano_inference.models.ops import Activation, TablePart, TableRows
 from tests.cuda.case import Case, error
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -143,15 +143,15 @@ def gates(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
 
 
 def embeddings(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
-    """Compare the three kinds of table rows, exactly."""
+    """Compare the three kinds of table rows, of a table and of a rank's part of one, exactly."""
     table = torch.randn(37, _WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
     token, previous = torch.tensor([3, 36, 0, 9, 20]), torch.tensor([-1, 4, 36, 0, 2])
     out = torch.empty(_TOKENS, _WIDTH, dtype=dtype, device=device)
     worst = 0.0
-    for kind, scale in product(get_args(TableRows), (1.0, 33.94)):
+    for kind, scale, part in product(get_args(TableRows), (1.0, 33.94), (None, TablePart(2, 50), TablePart(0, 41))):
         ids = (one.to(torch.int32).to(device) for one in (token, previous))
-        kernels.operate.embed(out, table.to(device), *ids, kind, scale)
-        want = reference.embed(table, token, previous, kind, torch.tensor(scale, dtype=dtype))
+        kernels.operate.embed(out, table.to(device), *ids, kind, scale, part)
+        want = reference.embed(table, token, previous, kind, torch.tensor(scale, dtype=dtype), part)
         worst = max(worst, error(out, want))
     return worst
 

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from nano_inference import EngineConfig
-from nano_inference.build import pick_cuda_kernels
 from nano_inference.executors.cuda.executor import CudaExecutor, largest_steps
 from nano_inference.executors.cuda.memory import Limits
-from nano_inference.executors.opening import load_cuda_model
+from nano_inference.executors.opening import load_cuda_model, pick_cuda_kernels
 from nano_inference.executors.protocol import CacheSize
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.sources import measured_sources

@@ -14,6 +14,7 @@ import torch
 
 from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.build import locate, parts_with
+from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.protocol import Executor
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.kinds import installed_kinds
@@ -59,10 +60,13 @@ def open_ranks(
     config: EngineConfig,
     *,
     wait: timedelta = WAIT,
+    kernels: Kernels | None = None,
     changed: Callable[[Executor], Executor] = lambda own: own,
     on_failure: Callable[[], None] = lambda: None,
 ) -> Iterator[InferenceEngine]:
     """Open an engine of `config.tensor_parallel` ranks; `changed` returns the executors of ranks other than 0.
+
+    With `kernels`, they compute on the CUDA executor.
 
     `on_failure` is called where an engine with processes would kill them.
     """
@@ -73,7 +77,7 @@ def open_ranks(
 
     def serve(directory: Path, rank: int) -> None:
         links = local_links(directory, rank, size, CPU, wait)
-        own = changed(load_rank(checkpoint, model, program, config, links, CPU))
+        own = changed(load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels))
         with suppress(EngineDead):
             Follower(own, program, links, is_fed=True).serve()
 
@@ -88,7 +92,7 @@ def open_ranks(
                 assert not thread.is_alive()
 
         links = local_links(Path(directory), 0, size, CPU, wait)
-        own = load_rank(checkpoint, model, program, config, links, CPU)
+        own = load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels)
         executor = ShardedExecutor(own, Whole(program, size), Leader(links, join, on_failure, is_fed=True))
         with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
             yield engine

@@ -12,7 +12,7 @@ from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.weights import Rounding
 from nano_inference.executors.cuda.executor import CudaExecutor
-from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.launchers import Kernels, triton_kernels
 from nano_inference.executors.cuda.memory import Limits
 from nano_inference.executors.devices import pick_dtype
 from nano_inference.executors.loading import LoadProgress, load_weights
@@ -23,7 +23,7 @@ from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.checkpoint import Checkpoint
 from nano_inference.loading.sources import measured_sources
-from nano_inference.models.config import with_length
+from nano_inference.models.config import ModelConfig, with_length
 from nano_inference.models.families import Family, program_of
 
 ROUNDINGS: Mapping[Dtype, Rounding] = {"auto": "own", "float32": "own", "bfloat16": "bfloat16", "int8": "int8"}
@@ -52,6 +52,31 @@ def load_kernel_model(
     return executor
 
 
+def pick_cuda_kernels(config: EngineConfig, device: torch.device) -> Kernels | None:
+    """Return the CUDA kernels; None to use torch: on other devices, with kernels=off or a torch backend of attention.
+
+    Without Triton, torch is used after a warning.
+    """
+    if device.type != "cuda" or config.kernels == "off" or config.attention != "auto":
+        return None
+    try:
+        return triton_kernels()
+    except ValueError as error:
+        _log.warning("using torch, which is slower and whose results depend on the batch: %s", error)
+        return None
+
+
+def cuda_limits(config: EngineConfig, model: ModelConfig) -> Limits:
+    """Return the largest steps of an engine with the CUDA kernels."""
+    return Limits(
+        max_len=min(config.max_model_len, model.max_positions),
+        max_rows=config.max_batch_size,
+        max_tokens=max(config.max_tokens_per_batch, config.max_batch_size),
+        lookahead=config.lookahead or CUDA_LOOKAHEAD,
+        is_deterministic=config.deterministic,
+    )
+
+
 def load_cuda_model(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -65,17 +90,9 @@ def load_cuda_model(
 
     Raises `ValueError` naming what the kernels do not support, and `ModelError` as the other loaders.
     """
-    max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
-    limits = Limits(
-        max_len=max_model_len,
-        max_rows=config.max_batch_size,
-        max_tokens=max(config.max_tokens_per_batch, config.max_batch_size),
-        lookahead=config.lookahead or CUDA_LOOKAHEAD,
-        is_deterministic=config.deterministic,
-    )
-    model = with_length(checkpoint.config, max_model_len)
+    model = with_length(checkpoint.config, min(config.max_model_len, checkpoint.config.max_positions))
     dtype = pick_dtype(config.dtype, device)
-    executor = CudaExecutor(model, program_of(model, families), device, dtype, kernels, limits)
+    executor = CudaExecutor(model, program_of(model, families), device, dtype, kernels, cuda_limits(config, model))
     sources, error = measured_sources(checkpoint.sources, dtype)
     load_weights(executor, sources, progress)
     if error.squares:

@@ -68,7 +68,10 @@ class ShardedExecutor(Executor):
         )
 
     def recover(self) -> None:
-        self._own.recover()
+        """Do nothing: a step ends, or the engine does. What rank 0 dropped alone, other ranks would still have."""
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        self._leader.ask("warm_up", self._number, [], lambda: self._own.warm_up(progress))
 
     def step_bytes(self, block_size: int) -> int:
         """Return the most bytes that any rank's largest step needs."""

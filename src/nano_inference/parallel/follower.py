@@ -101,6 +101,8 @@ class Follower:
             case "step_bytes" | "free_bytes":
                 component: Any = executor if command == "step_bytes" else executor.cache
                 commands.gather(torch.tensor([getattr(component, command)(argument)]))
+            case "warm_up":
+                executor.warm_up(lambda done, total: None)
             case "allocate":
                 executor.cache.allocate(argument)
             case "free" | "restore":

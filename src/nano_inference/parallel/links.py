@@ -94,6 +94,16 @@ class Group:
         self._wait(lambda: self._group.allgather([found], [x]))
         return torch.stack(found)
 
+    def add_in_place(self, x: Tensor) -> None:
+        """Replace a contiguous tensor by its sum over all ranks, as `add`. On CUDA, return before it is computed."""
+        self.tensor_bytes += x.nbytes
+        self._wait(lambda: self._group.allreduce([x]), is_queued=x.is_cuda)
+
+    def gather_into(self, out: Tensor, x: Tensor) -> None:
+        """Write the ranks' tensors of x's shape to out, all contiguous. On CUDA, return before they have arrived."""
+        self.tensor_bytes += x.nbytes
+        self._wait(lambda: self._group._allgather_base(out.view(-1), x.view(-1)), is_queued=x.is_cuda)
+
     def send(self, x: Tensor, rank: int) -> None:
         """Send a tensor to one rank."""
         x = x.contiguous()
@@ -144,12 +154,16 @@ class Group:
         options.timeout = timeout or self._timeout
         self._wait(lambda: self._group.broadcast([x], options), options.timeout)
 
-    def _wait(self, start: Any, timeout: timedelta | None = None) -> None:
-        """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow."""
+    def _wait(self, start: Any, timeout: timedelta | None = None, *, is_queued: bool = False) -> None:
+        """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow.
+
+        `is_queued`: NCCL's current stream waits instead. With a time limit the host would, which no graph can record.
+        """
         if self._group is None:
             raise EngineDead(f"rank {self.rank} of {self.size} has left the engine")
         try:
-            start().wait(timeout or self._timeout)
+            work = start()
+            work.wait() if is_queued else work.wait(timeout or self._timeout)
         except RuntimeError as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise EngineDead(f"rank {self.rank} of {self.size} lost another rank: {reason}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
@@ -11,8 +12,13 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import EngineConfig
+from nano_inference.executors.cuda.executor import CudaExecutor
+from nano_inference.executors.cuda.launchers import Kernels
+from nano_inference.executors.cuda.ranks import Ranks
 from nano_inference.executors.devices import pick_dtype, rank_device
 from nano_inference.executors.loading import LoadProgress, known_sources, load_weights
+from nano_inference.executors.opening import cuda_limits, pick_cuda_kernels
+from nano_inference.executors.protocol import Executor
 from nano_inference.executors.sampling import draw
 from nano_inference.executors.torch.attention import pick
 from nano_inference.executors.torch.compiled import OPERATIONS, Operations, Scope, Value
@@ -28,7 +34,7 @@ from nano_inference.parallel.fingerprint import fingerprint
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.links import Group, Links, local_links
 from nano_inference.parallel.processes import Processes
-from nano_inference.parallel.shard import check_divisible, shard
+from nano_inference.parallel.shard import check_divisible, shard, vocabulary_part
 from nano_inference.parallel.staged import Whole, parts_of
 from nano_inference.parallel.vocabulary import ShardedVocabulary
 
@@ -73,22 +79,35 @@ def load_rank(
     links: Links,
     device: torch.device,
     progress: LoadProgress | None = None,
-) -> TorchExecutor:
+    kernels: Kernels | None = None,
+) -> Executor:
     """Load this rank's part of a model. All ranks call it; they agree on the model before they read weights.
+
+    `kernels` are by default those of `pick_cuda_kernels`; without any, torch computes.
 
     Raises `ValueError` on every rank if one has another checkpoint, `ModelError` if a tensor is unknown, missing or of
     another shape. Then the links are left: threads of an open group can abort the process at its end.
     """
-    dtype, backend = pick_dtype(config.dtype, device), pick(config.attention, device)
+    dtype = pick_dtype(config.dtype, device)
     try:
         own = agree(links, lambda: fingerprint(model, checkpoint.sources))
         for rank, other in enumerate(links.commands.exchange(own)):
             if other != own:
                 raise ValueError(f"tensor_parallel: rank {rank} has another checkpoint than rank {links.rank}")
         part = shard(program, links.rank, links.size)
-        vocabulary = ShardedVocabulary(links.data, part.vocabulary)
-        sampler, operations = partial(draw, vocabulary=vocabulary), operations_of(links.data)
-        executor = TorchExecutor(model, part.program, device, dtype, backend, sampler, operations, vocabulary)
+        kernels = kernels or pick_cuda_kernels(config, device)
+        if config.deterministic and kernels is None:
+            raise ValueError("deterministic: ranks require the CUDA kernels (docs/cuda.md)")
+        executor: Executor
+        if kernels is not None:
+            limits = cuda_limits(config, model)
+            ranks = Ranks(links.data, vocabulary_part(program.vocab_size, 0, links.size).size)
+            own_program = replace(part.program, vocab_size=program.vocab_size)
+            executor = CudaExecutor(model, own_program, device, dtype, kernels, limits, ranks=ranks)
+        else:
+            backend, vocabulary = pick(config.attention, device), ShardedVocabulary(links.data, part.vocabulary)
+            sampler, operations = partial(draw, vocabulary=vocabulary), operations_of(links.data)
+            executor = TorchExecutor(model, part.program, device, dtype, backend, sampler, operations, vocabulary)
         sources = checkpoint.sources
         agree(links, lambda: load_weights(executor, parts_of(known_sources(program, sources), part), progress))
     except BaseException:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nano_inference.executors.cuda.checks import check_dtype, check_heads_of_rows, check_norm, check_rows
 from nano_inference.executors.cuda.records import Cache, HeadNorms
 from nano_inference.executors.torch.ops import pair_rows
-from nano_inference.models.ops import Activation, TableRows
+from nano_inference.models.ops import Activation, TablePart, TableRows
 
 _GELU = math.sqrt(2 / math.pi)
 
@@ -123,6 +123,7 @@ def embed(
     previous_T: Tensor,
     rows: TableRows = "token",
     scale: float = 1.0,
+    part: TablePart | None = None,
 ) -> None:
     """Write rows of a table, times `scale` in the table's precision."""
     check_dtype("table", table_VW)
@@ -131,8 +132,12 @@ def embed(
     if rows == "previous":
         row_T = previous_T.long().clamp(min=0)
     elif rows == "pair":
-        row_T = pair_rows(token_T.long(), previous_T.long(), table_VW.size(0))
-    x_TW = table_VW.index_select(0, row_T).float()
+        num_rows = table_VW.size(0) if part is None else part.num_rows
+        row_T = pair_rows(token_T.long(), previous_T.long(), num_rows)
+    own_T = row_T - (0 if part is None else part.first_row)
+    is_own_T = (own_T >= 0) & (own_T < table_VW.size(0))
+    x_TW = table_VW.index_select(0, own_T.masked_fill(~is_own_T, 0)).float()
+    x_TW = x_TW.masked_fill(~is_own_T.unsqueeze(-1), 0.0)
     rounded_scale = torch.full((), scale, dtype=table_VW.dtype, device=table_VW.device).float()
     out_TW.copy_(x_TW * rounded_scale)
 

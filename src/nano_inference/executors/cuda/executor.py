@@ -22,6 +22,7 @@ from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, 
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.memory import Limits, StepMemory, check_program
 from nano_inference.executors.cuda.passes import Pass, PassRow, TokenRow, build_pass
+from nano_inference.executors.cuda.ranks import Ranks
 from nano_inference.executors.cuda.registers import Lowered
 from nano_inference.executors.cuda.shrink import run_in_parts
 from nano_inference.executors.cuda.weights import LiveCudaWeights
@@ -74,18 +75,21 @@ class CudaExecutor(Executor):
         kernels: Kernels,
         limits: Limits,
         stepper: StepperFactory = make_stepper,
+        ranks: Ranks | None = None,
     ) -> None:
         """Create an executor without weights and cache. `dtype` is the precision P of the program (`models.ops`).
 
+        With `ranks`, `program` is this rank's part, with the `vocab_size` of the whole.
+
         Raises `ValueError` if the kernels do not support the program.
         """
-        check_program(program, kernels, limits)
+        check_program(program, kernels, limits, ranks)
         self.config = config
         self.program = program
         self.device = torch.empty(0, device=device).device  # with an index, to compare equal to tensors' devices
         self.dtype = dtype
         self.lookahead = limits.lookahead
-        self._kernels, self._limits, self._stepper = kernels, limits, stepper
+        self._kernels, self._limits, self._stepper, self._ranks = kernels, limits, stepper, ranks
         self._mode = InferenceMode()
         self._made = Made()
         self.weights = LiveCudaWeights(program, self.device, dtype, self._made.drop)
@@ -107,13 +111,22 @@ class CudaExecutor(Executor):
         is_full = self.program.has_full_decode
         if len(rows) <= self._limits.max_rows and all(fits_window(row, has_full_decode=is_full) for row in rows):
             with suppress(torch.OutOfMemoryError):
-                return self.windows.run(rows)
+                return self._once(lambda: self.windows.run(rows))
             self._made.drop_windows()
             release_unused(self.device)
         return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
 
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
-        return run_step(self, rows, self.memory.draws.draw, WHOLE)
+        return self._once(lambda: run_step(self, rows, self.memory.draws.draw, WHOLE))
+
+    def _once(self, work: Callable[[], Result]) -> Result:
+        """Call `work`. If its memory runs out, a caller repeats it in parts; a rank must not, because others do not."""
+        try:
+            return work()
+        except torch.OutOfMemoryError as error:
+            if self._ranks is None:
+                raise
+            raise MemoryError("a step needs more memory than there is") from error
 
     def recover(self) -> None:
         self._mode.recover()
@@ -183,7 +196,7 @@ class CudaExecutor(Executor):
         """Return the memory of the steps; it is allocated when it is first needed after the weights."""
         if self._made.memory is None:
             weights = self.weights.model.weights
-            self._made.memory = StepMemory(self.program, weights, self._kernels, self._limits, self.dtype)
+            self._made.memory = StepMemory(self.program, weights, self._kernels, self._limits, self.dtype, self._ranks)
         return self._made.memory
 
     @property
@@ -227,7 +240,8 @@ class CudaExecutor(Executor):
     def copy(self) -> CudaExecutor:
         """Return a second executor with copies of the weights."""
         other = CudaExecutor(
-            self.config, self.program, self.device, self.dtype, self._kernels, self._limits, self._stepper
+            *(self.config, self.program, self.device, self.dtype),
+            *(self._kernels, self._limits, self._stepper, self._ranks),
         )
         other.weights.commit(self.weights.copied())
         return other

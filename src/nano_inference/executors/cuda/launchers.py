@@ -17,7 +17,7 @@ from torch import Tensor
 from nano_inference.executors.cuda.records import Cache, Groups, HeadNorms, Partials, RangeMemory, Rows
 from nano_inference.executors.cuda.sample_records import Scratch, Slots, Tables
 from nano_inference.executors.torch.attention.context import AttentionSpec
-from nano_inference.models.ops import Activation, TableRows
+from nano_inference.models.ops import Activation, TablePart, TableRows
 
 
 class AttentionKernels(Protocol):
@@ -101,8 +101,9 @@ class OperationKernels(Protocol):
         previous_T: Tensor,
         rows: TableRows = "token",
         scale: float = 1.0,
+        part: TablePart | None = None,
     ) -> None:
-        """Write scaled rows of a table."""
+        """Write scaled rows of a table; zeros for rows that are not in `part`."""
 
 
 class ProductKernels(Protocol):

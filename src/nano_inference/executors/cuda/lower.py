@@ -4,13 +4,14 @@
 
 Raises `ValueError` naming an operation that the kernels cannot compute.
 
-Shapes: T tokens of a pass, N outputs and K inputs of a matrix, W width of a buffer, F rotary size / 2, L positions,
-H heads, D head size.
+Shapes: T tokens of a pass, N outputs and K inputs of a matrix, or K ranks, W width of a buffer, F rotary size / 2,
+L positions, H heads, D head size, V ids of a rank's logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def _embed(state: Lowering, op: ops.Embed, live: frozenset[str]) -> None:
 
     def run(step: Pass | None, n: int) -> None:
         tokens = _of(step).token_T.narrow(0, 0, n), _of(step).previous_T.narrow(0, 0, n)
-        machine.kernels.operate.embed(machine.registers.rows(out, n), table_VW, *tokens, op.rows, op.scale)
+        machine.kernels.operate.embed(machine.registers.rows(out, n), table_VW, *tokens, op.rows, op.scale, op.part)
 
     state.launches.append(run)
 
@@ -147,6 +148,39 @@ def multiply(machine: Machine, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, 
         machine.kernels.multiply.multiply(
             out_TN.narrow(0, start, size), x_TK.narrow(0, start, size), weight_NK, bias_N, machine.ranges
         )
+
+
+def _reduce(state: Lowering, op: ops.Reduce, live: frozenset[str]) -> None:
+    """Lower a sum over the ranks. A deterministic one has an order of its own, which a library chooses by the size."""
+    machine, x, ranks = state.machine, state.whole(op, op.x), state.machine.ranks
+    assert ranks is not None, "only a rank's program has Reduce"
+
+    def run(step: Pass | None, n: int) -> None:
+        x_TW = machine.registers.rows(x, n)
+        if not machine.is_deterministic:
+            ranks.ranks.exchange.add_in_place(x_TW)
+            return
+        total_TW, *others = ranks.gathered(x_TW).unbind(0)
+        for other_TW in others:
+            machine.kernels.operate.mix(x_TW, total_TW, other_TW, None, machine.one_1, 1)
+            total_TW = x_TW
+
+    state.launches.append(run)
+
+
+def gather_logits(machine: Machine, part: Lowered, num_rows: int, vocab_size: int) -> Lowered:
+    """Return a part whose result is the logits of all ids; of a divided program, `part` computes some of them."""
+    ranks, own, registers = machine.ranks, part.result, machine.registers
+    if ranks is None:
+        return part
+    shape = (ranks.ranks.exchange.size, ranks.ranks.part_size)
+    out = registers.new(num_rows, shape[0] * shape[1])
+
+    def run(step: Pass | None, n: int) -> None:
+        found_KTV = ranks.gathered(ranks.padded(registers.read(own, n)))
+        registers.rows(out, n).view(n, *shape).copy_(found_KTV.transpose(0, 1))
+
+    return replace(part, launches=(*part.launches, run), result=Columns(out, 0, vocab_size))
 
 
 def part_size(part: Sequence[Op]) -> int:
@@ -311,6 +345,7 @@ _LOWERINGS: Mapping[type[Op], Callable[..., None]] = {
     ops.Store: _store,
     ops.Attend: _attend,
     ops.Keep: _keep,
+    ops.Reduce: _reduce,
     ops.Add: _add,
     ops.Mix: _mix,
     ops.Activate: _activate,

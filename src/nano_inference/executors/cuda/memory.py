@@ -12,8 +12,9 @@ from nano_inference.core.step import DrawExtras, Row, RowResult
 from nano_inference.executors.cuda.checks import check_heads
 from nano_inference.executors.cuda.decode import DecodeStep, StepTensors, step_tensors
 from nano_inference.executors.cuda.launchers import Kernels, SamplingKernels
-from nano_inference.executors.cuda.lower import lower, part_size
+from nano_inference.executors.cuda.lower import gather_logits, lower, part_size
 from nano_inference.executors.cuda.passes import PartialMemory
+from nano_inference.executors.cuda.ranks import Ranks, rank_memory, sum_width
 from nano_inference.executors.cuda.records import num_splits, range_memory
 from nano_inference.executors.cuda.registers import Columns, Lowered, Machine, Registers, Ropes
 from nano_inference.executors.cuda.sample_records import MOST_TOKENS, RUNNING, Scratch, new_scratch
@@ -90,15 +91,17 @@ def lowered_parts(program: Program, machine: Machine, limits: Limits) -> Parts:
     registers = machine.registers
     body = lower(machine, program.body, limits.max_tokens, {}, "x")
     tail = (*program.final, *program.head)
-    head = lower(machine, tail, limits.max_rows, {"x": body.result}, "logits")
+    own_head = lower(machine, tail, limits.max_rows, {"x": body.result}, "logits")
+    head = gather_logits(machine, own_head, limits.max_rows, program.vocab_size)
     given = Columns(registers.new(limits.max_rows, program.hidden_size), 0, program.hidden_size)
     reusable = head.registers
     final = lower(machine, program.final, limits.max_rows, {"x": given}, "h", reusable)
-    logits = lower(machine, tail, limits.max_rows, {"x": given}, "logits", reusable)
+    own_logits = lower(machine, tail, limits.max_rows, {"x": given}, "logits", reusable)
+    logits = gather_logits(machine, own_logits, limits.max_rows, program.vocab_size)
     return Parts(body, head, final, logits, given)
 
 
-def check_program(program: Program, kernels: Kernels, limits: Limits) -> None:
+def check_program(program: Program, kernels: Kernels, limits: Limits, ranks: Ranks | None = None) -> None:
     """Raise `ValueError` naming what the kernels do not support, without allocating memory."""
     meta = torch.device("meta")
     stacks = {
@@ -114,6 +117,7 @@ def check_program(program: Program, kernels: Kernels, limits: Limits) -> None:
             ropes=tuple((torch.empty(0, device=meta), torch.empty(0, device=meta)) for _ in program.ropes),
             one_1=torch.empty(1, device=meta),
             ranges=range_memory(0, meta),
+            ranks=None if ranks is None else rank_memory(ranks, 0, 0, torch.float32, meta),
         )
         lowered_parts(program, machine, limits)
     except ValueError as error:
@@ -124,11 +128,18 @@ class StepMemory:
     """Owns registers, slots, tables and scratch memory of all steps, and the launches that use them."""
 
     def __init__(
-        self, program: Program, weights: TorchWeights, kernels: Kernels, limits: Limits, dtype: torch.dtype
+        self,
+        program: Program,
+        weights: TorchWeights,
+        kernels: Kernels,
+        limits: Limits,
+        dtype: torch.dtype,
+        ranks: Ranks | None = None,
     ) -> None:
         device = next(iter(weights.stacks.values())).device
         num_heads, num_kv_heads, head_dim = head_sizes(program, kernels)
         self.limits = limits
+        num_sums = limits.max_tokens * sum_width(program.ops) if limits.is_deterministic else 0
         self.registers = Registers(dtype, device)
         self.machine = Machine(
             kernels=kernels,
@@ -137,6 +148,7 @@ class StepMemory:
             ropes=rope_tables(program, limits.max_len, dtype, device),
             one_1=torch.ones(1, device=device),
             ranges=range_memory(part_size(program.ops), device),
+            ranks=None if ranks is None else rank_memory(ranks, num_sums, limits.max_rows, dtype, device),
             is_deterministic=limits.is_deterministic,
         )
         self.parts = lowered_parts(program, self.machine, limits)

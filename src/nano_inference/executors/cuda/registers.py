@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.passes import Pass
+from nano_inference.executors.cuda.ranks import RankMemory
 from nano_inference.executors.cuda.records import NormOrder, RangeMemory
 from nano_inference.executors.torch.weights import TorchWeights
 from nano_inference.models import ops
@@ -87,6 +88,7 @@ class Machine:
     ropes: Ropes
     one_1: Tensor  # the number 1, float32 [1]
     ranges: RangeMemory  # scratch memory of `multiply`
+    ranks: RankMemory | None = None  # of a divided program
     is_deterministic: bool = False  # compute every matrix product in tiles of `MOST_ROWS` rows, whatever their number
 
 

@@ -15,7 +15,7 @@ from nano_inference.executors.cuda.checks import check_dtype, check_heads_of_row
 from nano_inference.executors.cuda.kernels import pointwise
 from nano_inference.executors.cuda.kernels.variant import Variant, padded
 from nano_inference.executors.cuda.records import NORM_ORDERS, Cache, HeadNorms, NormOrder
-from nano_inference.models.ops import Activation, TableRows
+from nano_inference.models.ops import Activation, TablePart, TableRows
 
 COLUMNS, HEADS = 1024, 16  # columns, and heads of a token, per program
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
@@ -165,16 +165,18 @@ def embed(
     previous_T: Tensor,
     rows: TableRows = "token",
     scale: float = 1.0,
+    part: TablePart | None = None,
 ) -> None:
     """Write scaled rows of a table (`models.ops.Embed`); ids are int32, `previous_T` is -1 where there is none."""
     check_dtype("table", table_VW)
     check_rows(out=out_TW, table=table_VW)
     rounded_scale = float(torch.tensor(scale, dtype=table_VW.dtype))
+    first_row, num_rows = (0, table_VW.size(0)) if part is None else (part.first_row, part.num_rows)
     block_variant(KIND=TABLE_ROWS.index(rows)).launch(
         pointwise.embed_block,
         _grid(out_TW),
         *(table_VW, token_T, previous_T, out_TW),
-        *(out_TW.stride(0), out_TW.size(1), table_VW.size(0), rounded_scale),
+        *(out_TW.stride(0), out_TW.size(1), num_rows, first_row, table_VW.size(0), rounded_scale),
     )
 
 

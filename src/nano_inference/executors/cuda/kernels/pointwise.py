@@ -311,11 +311,13 @@ def embed_block(
     out_stride: tl.tensor,
     width: tl.tensor,
     num_rows: tl.tensor,
+    first_row: tl.tensor,
+    num_own: tl.tensor,
     scale: tl.tensor,
     C: tl.constexpr,
     KIND: tl.constexpr,
 ) -> None:
-    """Write scale · table[row of the token]. Grid: (T, W / C)."""
+    """Write scale · table[row of the token]; zeros if the table's `num_own` rows do not include it. Grid: (T, W / C)."""
     begin_kernel()
     place, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
@@ -326,6 +328,8 @@ def embed_block(
         previous = tl.load(previous_T + place).to(tl.int64)
         row = ((row * 36313) ^ (tl.maximum(previous, 0) * 27191)) % tl.maximum(1, num_rows - 1)
         row = tl.where(previous < 0, num_rows - 1, row)
-    x_C = tl.load(table_VW + row * width + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    row -= first_row
+    num_columns = tl.where((row >= 0) & (row < num_own), width, 0)
+    x_C = tl.load(table_VW + row * width + column_C, mask=column_C < num_columns, other=0.0).to(tl.float32)
     x_C = x_C * scale
     tl.store(out_TW + place * out_stride + column_C, x_C.to(out_TW.dtype.element_ty), mask=valid_C)
