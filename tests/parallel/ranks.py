@@ -16,8 +16,10 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.build import locate, parts_with
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.protocol import Executor
-from nano_inference.loading.checkpoint import open_checkpoint
-from nano_inference.loading.kinds import installed_kinds
+from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
+from nano_inference.loading.kinds import ModelKinds, installed_kinds
+from nano_inference.models.config import ModelConfig
+from nano_inference.models.program import Program
 from nano_inference.parallel.executor import ShardedExecutor
 from nano_inference.parallel.follower import Follower
 from nano_inference.parallel.leader import Leader
@@ -66,23 +68,13 @@ def open_ranks(
 ) -> Iterator[InferenceEngine]:
     """Open an engine of `config.tensor_parallel` ranks; `changed` returns the executors of ranks other than 0.
 
-    With `kernels`, they compute on the CUDA executor.
-
-    `on_failure` is called where an engine with processes would kill them.
+    With `kernels`, they compute on the CUDA executor. `on_failure` is called where an engine with processes would kill
+    them.
     """
-    kinds = installed_kinds()
-    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
-    model, program = divided_model(checkpoint, config, kinds)
-    size = config.tensor_parallel
-
-    def serve(directory: Path, rank: int) -> None:
-        links = local_links(directory, rank, size, CPU, wait)
-        own = changed(load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels))
-        with suppress(EngineDead):
-            Follower(own, program, links, is_fed=True).serve()
-
-    with TemporaryDirectory() as directory:
-        threads = [threading.Thread(target=serve, args=(Path(directory), rank), daemon=True) for rank in range(1, size)]
+    with TemporaryDirectory() as name:
+        directory, others = Path(name), range(1, config.tensor_parallel)
+        shared = (directory, config, wait, kernels, changed)
+        threads = [threading.Thread(target=serve, args=(rank, *shared), daemon=True) for rank in others]
         for thread in threads:
             thread.start()
 
@@ -91,8 +83,45 @@ def open_ranks(
                 thread.join(60)
                 assert not thread.is_alive()
 
-        links = local_links(Path(directory), 0, size, CPU, wait)
-        own = load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels)
-        executor = ShardedExecutor(own, Whole(program, size), Leader(links, join, on_failure, is_fed=True))
-        with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
+        with leading(directory, config, wait, kernels, join, on_failure) as engine:
             yield engine
+
+
+def serve(
+    rank: int,
+    directory: Path,
+    config: EngineConfig,
+    wait: timedelta = WAIT,
+    kernels: Kernels | None = None,
+    changed: Callable[[Executor], Executor] = lambda own: own,
+) -> None:
+    """Be a rank other than 0 until the engine ends."""
+    checkpoint, model, program, _ = _opened(config)
+    links = local_links(directory, rank, config.tensor_parallel, CPU, wait)
+    own = changed(load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels))
+    with suppress(EngineDead):
+        Follower(own, program, links, is_fed=True).serve()
+
+
+@contextmanager
+def leading(
+    directory: Path,
+    config: EngineConfig,
+    wait: timedelta = WAIT,
+    kernels: Kernels | None = None,
+    on_close: Callable[[], None] = lambda: None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> Iterator[InferenceEngine]:
+    """Be rank 0."""
+    (checkpoint, model, program, kinds), size = _opened(config), config.tensor_parallel
+    links = local_links(directory, 0, size, CPU, wait)
+    own = load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels)
+    executor = ShardedExecutor(own, Whole(program, size), Leader(links, on_close, on_failure, is_fed=True))
+    with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
+        yield engine
+
+
+def _opened(config: EngineConfig) -> tuple[Checkpoint, ModelConfig, Program, ModelKinds]:
+    kinds = installed_kinds()
+    checkpoint = open_checkpoint(locate(config.model_path), config.overrides, kinds.formats)
+    return (checkpoint, *divided_model(checkpoint, config, kinds), kinds)

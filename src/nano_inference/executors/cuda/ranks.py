@@ -1,7 +1,7 @@
 """What the ranks of a divided model exchange inside a pass: partial sums (`Reduce`), and their parts of the logits.
 
-Each exchange is a launch on fixed memory, which a CUDA graph can record. All ranks gather the logits of all ids, so that
-the kernels behind them compute the same on every rank.
+Each exchange is a launch on fixed memory, which a CUDA graph can record. All ranks gather the logits of all ids: the
+kernels of sampling compute the same on every rank.
 
 Shapes: K ranks, T tokens of a pass, W width of a buffer, N values.
 """

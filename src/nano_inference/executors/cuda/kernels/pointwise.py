@@ -317,7 +317,7 @@ def embed_block(
     C: tl.constexpr,
     KIND: tl.constexpr,
 ) -> None:
-    """Write scale · table[row of the token]; zeros if the table's `num_own` rows do not include it. Grid: (T, W / C)."""
+    """Write scale · table[row of the token]; zeros if it is not one of `num_own` rows. Grid: (T, W / C)."""
     begin_kernel()
     place, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
