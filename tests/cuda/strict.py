@@ -34,13 +34,14 @@ class Recorder:
         self.is_inside = self.is_stepping = False
         plain = plain_kernels()
         groups = {
-            field.name: self._wrapped(getattr(plain, field.name))
+            field.name: self.wrapped(getattr(plain, field.name))
             for field in dataclasses.fields(plain)
             if field.name != "has_fixed_heads"
         }
         self.kernels = Kernels(**groups)
 
-    def _wrapped(self, group: Any) -> Any:
+    def wrapped(self, group: Any) -> Any:
+        """Return functions of an object, whose calls are noted."""
         names = [name for name in dir(group) if callable(getattr(group, name)) and not name.startswith("_")]
         return SimpleNamespace(**{name: self._noting(name, getattr(group, name)) for name in names})
 
@@ -72,18 +73,21 @@ def _trace(value: Any) -> Iterator[Any]:
 
 
 class LaunchesOnly(TorchDispatchMode):
-    """Raises for every torch operation outside the kernels, except views and products into given memory."""
+    """Raises for every torch operation outside the kernels, except views and products into given memory.
 
-    def __init__(self, recorder: Recorder) -> None:
+    `may_copy` allows copies, too: those of ranks.
+    """
+
+    def __init__(self, recorder: Recorder, *, may_copy: bool = False) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder, self._may_copy = recorder, may_copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, _, overload = func.__name__.partition(".")
-        is_product = name in _PRODUCTS and overload == "out"
+        is_launch = (name in _PRODUCTS and overload == "out") or (name == "copy_" and self._may_copy)
         if not self._recorder.is_inside:
-            assert name in VIEWS or is_product, f"a window calls {func}"
-            if is_product:
+            assert name in VIEWS or is_launch, f"a window calls {func}"
+            if is_launch:
                 self._recorder.calls.append((name, tuple(_trace((args, sorted(kwargs.items()))))))
         return func(*args, **(kwargs or {}))
 
@@ -94,8 +98,11 @@ class Strict(EagerStepper):
     Only the first `most_checks` of each key, if that is given: the check doubles the time of a step.
     """
 
-    def __init__(self, step: Callable[[StepKey], None], recorder: Recorder, most_checks: int | None) -> None:
+    def __init__(
+        self, step: Callable[[StepKey], None], recorder: Recorder, most_checks: int | None, *, may_copy: bool = False
+    ) -> None:
         super().__init__(step)
+        self._may_copy = may_copy
         self._recorder, self._most_checks = recorder, most_checks
         self._num_checks: Counter[StepKey] = Counter()
         self.seen: dict[StepKey, list[Any]] = {}
@@ -112,7 +119,7 @@ class Strict(EagerStepper):
     def _check(self, key: StepKey) -> None:
         self._recorder.calls, self._recorder.is_stepping = [], True
         try:
-            with LaunchesOnly(self._recorder):
+            with LaunchesOnly(self._recorder, may_copy=self._may_copy):
                 super().replay(key)
         finally:
             self._recorder.is_stepping = False

@@ -10,20 +10,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import InferenceEngine, SamplingParams
+from nano_inference.executors.cuda.decode import StepKey
+from nano_inference.executors.cuda.executor import CudaExecutor
+from nano_inference.executors.cuda.ranks import Ranks
 from nano_inference.executors.protocol import Executor
+from nano_inference.parallel import opening
 from nano_inference.types import EngineDead
 from tests.cuda.engines import open_cuda
 from tests.cuda.plain import plain_kernels
+from tests.cuda.strict import Recorder, Strict
 from tests.cuda.test_executor import KINDS, TIGHT
 from tests.engine.test_lookahead import run_all
 from tests.forking import ROOT
@@ -66,6 +73,30 @@ def test_every_kind_of_request_is_the_undivided_one(lookahead: int, options: dic
     assert any(step.num_sampled > step.num_rows for step in stats) == (lookahead > 1)
 
 
+def test_a_window_launches_the_same_on_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels, products, exchanges and the copy of gathered logits: what a CUDA graph can record."""
+    steppers: list[Strict] = []
+
+    def strict(*given: Any, ranks: Ranks) -> CudaExecutor:
+        recorder = Recorder()
+
+        def stepper(step: Callable[[StepKey], None], device: torch.device) -> Strict:
+            steppers.append(Strict(step, recorder, None, may_copy=True))
+            return steppers[-1]
+
+        *first, _, limits = given
+        exchange = recorder.wrapped(ranks.exchange)
+        exchange.size = ranks.exchange.size
+        return CudaExecutor(*first, recorder.kernels, limits, stepper, replace(ranks, exchange=exchange))
+
+    monkeypatch.setattr(opening, "CudaExecutor", strict)
+    write_model("gemma2", tmp_path)
+    with open_ranks(config_of(tmp_path, tensor_parallel=2, lookahead=4), kernels=plain_kernels()) as engine:
+        engine.generate([[1, 2, 3], [5]], replace(LONG, logprobs=1))
+    own, other = steppers
+    assert own.seen.keys() == other.seen.keys() and own.num_replays == other.num_replays > 45
+
+
 def test_deterministic_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_windows(tmp_path: Path) -> None:
     """Four ranks, whose sums an all-reduce adds in an order that depends on a value's place in the message."""
     write_model("gemma2", tmp_path)
@@ -81,3 +112,105 @@ def test_deterministic_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_win
         alone = [bits(engine, [prompt])[0] for prompt in prompts]
     with open_ranks(replace(config, lookahead=5, max_tokens_per_batch=33), kernels=plain_kernels()) as engine:
         assert bits(engine, prompts) == alone
+
+
+def test_an_update_overwrites_each_rank_s_part_between_two_windows(tiny: Path) -> None:
+    config, new, places = config_of(tiny, tensor_parallel=2, lookahead=4), weights_of(tiny, 1.25), []
+
+    def addresses(executor: Executor) -> list[int]:
+        return [tensor.data_ptr() for _, tensor in executor.weights.values()]
+
+    def changed(own: Executor) -> Executor:
+        places.append((own, addresses(own)))
+        return own
+
+    with open_cuda(tiny, replace(config, tensor_parallel=1)) as whole:
+        old = whole.generate([[1, 2, 3]], LONG)[0]
+        whole.update_weights(new, blocking=True)
+        right, checksum = whole.generate([[1, 2, 3]], LONG), whole.weights_checksum()
+    with open_ranks(config, kernels=plain_kernels(), changed=changed) as engine:
+        request = engine.add_request([1, 2, 3], LONG, claim=True)
+        for _ in range(5):
+            engine.tick()
+        assert engine.update_weights(new, on_running="keep", blocking=True) == 1
+        engine.wait_for_any([request])
+        (sample,) = engine.collect(request)
+        count = list(sample.token_versions).count(0)
+        assert 5 < count < 50 and sample.completion_tokens[:count] == old.completion_tokens[:count]
+        assert engine.weights_checksum() == checksum
+        assert_same(engine.generate([[1, 2, 3]], LONG), right)
+        ((own, before),) = places
+        assert addresses(own) == before
+
+
+def test_interrupts_pauses_and_copies_leave_the_ranks_in_step(tiny: Path) -> None:
+    """The first request ends early and leaves a slot empty, which rank 0 must not use for others alone."""
+    asked, params = [[size] * size for size in (5, 1, 2, 3)], [replace(LONG, max_tokens=2), *(LONG,) * 3]
+    with open_ranks(config_of(tiny, tensor_parallel=2, lookahead=4), kernels=plain_kernels()) as engine:
+        right = engine.generate(asked, params)
+        ids = [engine.add_request(*one, claim=True) for one in zip(asked, params, strict=True)]
+        engine.tick()
+        for _ in range(2):
+            engine.tick()
+            timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                while True:
+                    engine.tick()
+            timer.join()
+        while engine.has_pending():
+            engine.tick()
+        assert_same([engine.collect(one)[0] for one in ids], right)
+        engine.pause()
+        engine.sleep()
+        engine.wake()
+        engine.resume()
+        with engine.copy() as copy:
+            assert_same(copy.generate(asked, params), right)
+        assert_same(engine.generate(asked, params), right)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3], ids=["window", "pass"])
+def test_memory_that_runs_out_on_one_rank_ends_the_engine(num_tokens: int, tiny: Path) -> None:
+    """That rank must not compute the step in halves, which the others would not."""
+    kernels = plain_kernels()
+    operate = SimpleNamespace(**{name: one for name, one in vars(kernels.operate).items() if callable(one)})
+
+    def embed(out_TW: Tensor, *given: Any) -> None:
+        if threading.current_thread().name.startswith("rank-0") and out_TW.size(0) == num_tokens:
+            raise torch.OutOfMemoryError("full")
+        kernels.operate.embed(out_TW, *given)
+
+    operate.embed = embed
+    opened = open_ranks(config_of(tiny, tensor_parallel=2), kernels=replace(kernels, operate=operate))
+    with opened as engine, pytest.raises(EngineDead, match="MemoryError: a step needs more memory than there is"):
+        engine.generate([[1, 2, 3]], LONG)
+
+
+_RANK = """
+import json, sys
+from pathlib import Path
+from nano_inference import EngineConfig
+from tests.cuda.plain import plain_kernels
+from tests.parallel.ranks import serve
+serve(1, Path(sys.argv[1]), EngineConfig.from_dict(json.loads(sys.argv[2])), kernels=plain_kernels())
+"""
+
+
+def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
+    config = config_of(tiny, tensor_parallel=2, lookahead=4)
+    with TemporaryDirectory() as directory:
+        command = [sys.executable, "-c", _RANK, directory, json.dumps(config.to_dict())]
+        with (
+            subprocess.Popen(command, cwd=ROOT) as rank,
+            leading(Path(directory), config, kernels=plain_kernels()) as engine,
+        ):
+            engine.add_request([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+            engine.tick()
+            rank.kill()
+            start = time.monotonic()
+            with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
+                while True:
+                    engine.tick()
+            assert time.monotonic() - start < SOON_S
+            assert not engine.is_alive
