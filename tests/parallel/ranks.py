@@ -111,12 +111,14 @@ def leading(
     kernels: Kernels | None = None,
     on_close: Callable[[], None] = lambda: None,
     on_failure: Callable[[], None] = lambda: None,
+    has_lost: Callable[[], bool] = lambda: False,
 ) -> Iterator[InferenceEngine]:
     """Be rank 0."""
     (checkpoint, model, program, kinds), size = _opened(config), config.tensor_parallel
     links = local_links(directory, 0, size, CPU, wait)
     own = load_rank(checkpoint, model, program, config, links, CPU, kernels=kernels)
-    executor = ShardedExecutor(own, Whole(program, size), Leader(links, on_close, on_failure, is_fed=True))
+    leader = Leader(links, on_close, on_failure, is_fed=True, has_lost=has_lost)
+    executor = ShardedExecutor(own, Whole(program, size), leader)
     with InferenceEngine(config, parts=parts_with(executor, config, checkpoint, kinds)) as engine:
         yield engine
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.ranks import Ranks
 from nano_inference.executors.protocol import Executor
 from nano_inference.parallel import opening
+from nano_inference.parallel.links import Group
 from nano_inference.types import EngineDead
 from tests.cuda.engines import open_cuda
 from tests.cuda.plain import plain_kernels
@@ -36,7 +38,7 @@ from tests.engine.test_lookahead import run_all
 from tests.forking import ROOT
 from tests.parallel.ranks import leading, open_ranks
 from tests.parallel.test_engine import TOLERANCE, assert_same, config_of, divisions, write_model
-from tests.parallel.test_processes import SOON_S
+from tests.parallel.test_processes import SOON_S, has_ended
 from tests.parallel.test_updates import weights_of
 
 pytestmark = pytest.mark.slow
@@ -197,20 +199,27 @@ serve(1, Path(sys.argv[1]), EngineConfig.from_dict(json.loads(sys.argv[2])), ker
 """
 
 
-def test_a_killed_rank_ends_the_engine(tiny: Path) -> None:
-    config = config_of(tiny, tensor_parallel=2, lookahead=4)
+@pytest.mark.parametrize("waits_on_device", [False, True])
+def test_a_killed_rank_ends_the_engine(waits_on_device: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the host waits for a device whose kernels wait for that rank: an abort of the group ends them."""
+    config, kernels = config_of(tiny, tensor_parallel=2, lookahead=4), plain_kernels()
+    is_killed, is_aborted = threading.Event(), threading.Event()
+    monkeypatch.setattr(Group, "abort", lambda group: is_aborted.set())
+    if waits_on_device:
+        monkeypatch.setattr(Group, "add_in_place", lambda group, x: is_killed.is_set() and is_aborted.wait())
+        monkeypatch.setattr(Group, "gather_into", lambda group, out, x: out.copy_(x))
     with TemporaryDirectory() as directory:
         command = [sys.executable, "-c", _RANK, directory, json.dumps(config.to_dict())]
-        with (
-            subprocess.Popen(command, cwd=ROOT) as rank,
-            leading(Path(directory), config, kernels=plain_kernels()) as engine,
-        ):
-            engine.add_request([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
-            engine.tick()
-            rank.kill()
-            start = time.monotonic()
-            with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
-                while True:
-                    engine.tick()
-            assert time.monotonic() - start < SOON_S
-            assert not engine.is_alive
+        with subprocess.Popen(command, cwd=ROOT) as rank:
+            has_lost = partial(has_ended, rank.pid)
+            with leading(Path(directory), config, kernels=kernels, has_lost=has_lost) as engine:
+                engine.add_request([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+                engine.tick()
+                rank.kill()
+                is_killed.set()
+                start = time.monotonic()
+                with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
+                    while True:
+                        engine.tick()
+                assert time.monotonic() - start < SOON_S
+                assert not engine.is_alive

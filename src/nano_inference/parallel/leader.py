@@ -27,16 +27,25 @@ class Leader:
     """Owns the links of rank 0 and the thread that finds lost ranks while no step runs. Thread-safe."""
 
     def __init__(
-        self, links: Links, on_close: Callable[[], None], on_failure: Callable[[], None], *, is_fed: bool
+        self,
+        links: Links,
+        on_close: Callable[[], None],
+        on_failure: Callable[[], None],
+        *,
+        is_fed: bool,
+        has_lost: Callable[[], bool] = lambda: False,
     ) -> None:
-        """One of the callbacks is called once, before the links are closed.
+        """One of the first two callbacks is called once, before the links are closed.
+
+        `has_lost` returns whether a rank's process has ended; called while a step runs.
 
         `is_fed`: the other ranks execute commands at any time, so that lost ones are found while no step runs, and get
         the tensors of updates beside steps, by a group of their own. Otherwise every rank has the tensors itself.
         """
         self.links, self.is_fed = links, is_fed
         self.failure: EngineDead | None = None  # why no command can be executed any more; None while all ranks work
-        self._on_close, self._on_failure = on_close, on_failure
+        self._on_close, self._on_failure, self._has_lost = on_close, on_failure, has_lost
+        self._is_lost = False  # found while a step ran
         self._lock = threading.RLock()
         self._weights_lock = threading.RLock() if is_fed else self._lock
         self._main_thread_work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank-0")
@@ -55,7 +64,10 @@ class Leader:
             with self._lock:
                 self._send(command, number, *arguments())
                 try:
-                    return work()
+                    result = work()
+                    if self._is_lost:  # an aborted device has computed anything
+                        raise EngineDead(f"rank 0 of {self.links.size} lost another rank: its process has ended")
+                    return result
                 except BaseException as error:
                     raise self._fail(error) from error
 
@@ -154,9 +166,12 @@ class Leader:
         self.links.close()
 
     def _watch(self) -> None:
-        """Ask the other ranks for a sign of life while no command is executed, which would find a lost rank itself."""
+        """Ask the other ranks for a sign of life while no command is executed; look for their processes during one."""
         while not self._is_closed.wait(_PULSE_S):
             if not self._lock.acquire(blocking=False):
+                if not self._is_lost and self._has_lost():
+                    self._is_lost = True
+                    self.links.data.abort()  # the host waits for the device, and that for the lost rank
                 continue
             try:
                 if not self._is_closed.is_set() and time.monotonic() - self._last_command >= _PULSE_S:

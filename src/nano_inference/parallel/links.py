@@ -143,6 +143,11 @@ class Group:
         found = self.gather(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [bytes(one.numpy().data).rstrip(b"\0").decode(errors="replace") for one in found]
 
+    def abort(self) -> None:
+        """End operations that NCCL's kernels wait in, those of a CUDA graph included; Gloo's end with a lost rank."""
+        if self._group is not None:
+            self._group.abort()
+
     def close(self) -> None:
         """Leave the group; other ranks that wait for this one get an error. Can be called again."""
         group, self._group = self._group, None  # Gloo closes its connections with the last reference

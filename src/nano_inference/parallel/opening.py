@@ -56,7 +56,7 @@ def start_ranks(
         processes.wait_until_ready()
         links = local_links(processes.directory, 0, size, device)
         own = load_rank(checkpoint, model, program, config, links, device, progress)
-        leader = Leader(links, processes.end, processes.kill, is_fed=True)
+        leader = Leader(links, processes.end, processes.kill, is_fed=True, has_lost=processes.has_lost)
     except BaseException:
         processes.kill()
         raise

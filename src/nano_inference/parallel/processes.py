@@ -44,6 +44,10 @@ class Processes:
                     raise ValueError(f"tensor_parallel: rank {rank} failed: {why}")
             time.sleep(_POLL_S)
 
+    def has_lost(self) -> bool:
+        """Return whether a process has ended."""
+        return any(child.poll() is not None for child in self._children)
+
     @property
     def pids(self) -> list[int]:
         return [child.pid for child in self._children]
