@@ -49,7 +49,7 @@ class IdleRunner:
     failure = None
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.ended = 0.0
 
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
         """Draw the same token for every row."""
@@ -58,7 +58,8 @@ class IdleRunner:
             row.id: RowResult(id=row.id, tokens=(DRAWN,) * row.num_sampled, logprobs=(-1.0,) * row.num_sampled)
             for row in rows
         }
-        self.seconds += time.thread_time() - started
+        self.ended = time.thread_time()
+        self.seconds += self.ended - started
         return results
 
     def free_cache(self) -> None: ...
@@ -80,6 +81,8 @@ class Stage:
         lookahead: int = 1,
     ) -> None:
         self.rng, self.runner, self.running = random.Random(7), IdleRunner(), running
+        self.commits = [0.0]
+        """CPU microseconds of each step after the runner's."""
         num_new = lookahead * NUM_STEPS
         blocks_of_row = -(-(PROMPT_TOKENS + num_new) // BLOCK) + 2
         num_blocks = max(cached, (running + 1) * blocks_of_row + STEP_TOKENS // BLOCK)
@@ -106,10 +109,12 @@ class Stage:
             self.engine.add_request(self.text(PROMPT_TOKENS), params)
 
     def timed_tick(self) -> float:
-        """Run a step; return its CPU microseconds without the runner's."""
+        """Run a step, whose deltas nobody reads; return its CPU microseconds without the runner's."""
         idle, started = self.runner.seconds, time.thread_time()
-        self.engine.tick()
-        return 1e6 * (time.thread_time() - started - (self.runner.seconds - idle))
+        self.engine.step()
+        ended = time.thread_time()
+        self.commits.append(1e6 * (ended - self.runner.ended))
+        return 1e6 * (ended - started - (self.runner.seconds - idle))
 
 
 def time_rounds(stages: Sequence[Stage]) -> list[Figures]:
@@ -154,11 +159,14 @@ def time_lookahead(given: argparse.Namespace) -> list[Figures]:
     found: list[Figures] = []
     for waiting in (0, 10_000):
         stages = [Stage("radix", given.rows, waiting, lookahead=count) for count in given.lookahead]
-        for count, row in zip(given.lookahead, time_rounds(stages), strict=True):
-            us = row["us"] / (count * given.rows)
+        for count, stage, row in zip(given.lookahead, stages, time_rounds(stages), strict=True):
+            us, commit_us = (one / (count * given.rows) for one in (row["us"], statistics.median(stage.commits)))
             ratio = us / (found[0]["us"] if found else us)
-            found.append({"lookahead": count, "waiting": waiting, "us": us, "ratio": ratio})
-            print(f"{given.rows} rows, {waiting} waiting, {count} a step: {us:.2f} us a token ({ratio:.2f}x)")
+            found.append({"lookahead": count, "waiting": waiting, "us": us, "commit_us": commit_us, "ratio": ratio})
+            print(
+                f"{given.rows} rows, {waiting} waiting, {count} a step: {us:.2f} us a token ({ratio:.2f}x), "
+                f"{commit_us:.2f} of them after the model's step"
+            )
     return found
 
 

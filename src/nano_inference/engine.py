@@ -305,7 +305,7 @@ class InferenceEngine:
         """Run one step; return the finished samples of requests that are neither claimed nor a call's."""
         with self._driving:
             if self._core.has_work() or not self._mail.has_finished:
-                self._tick()
+                self._tick(reads_all=False)
             with self._driving.window:  # Ctrl-C waits no longer: after the next line it would lose samples
                 pass
             return self._mail.take_finished()
@@ -318,19 +318,21 @@ class InferenceEngine:
         with self._driving:
             return self._tick()
 
-    def _tick(self) -> StepResult:
+    def _tick(self, *, reads_all: bool = True) -> StepResult:
+        """Run `tick`; without `reads_all`, return no deltas of requests that are not claimed."""
         self._require_alive()
         self._mail.end_streams()
         ended = self._install_staged()
         self._complete_pause()
         if self.is_halted:
             return self._core.result(ended)
-        result = self._step(admit_new=not (self.is_pausing or self._is_update_waiting()))
+        admit_new = not (self.is_pausing or self._is_update_waiting())
+        result = self._step(admit_new=admit_new, is_read=None if reads_all else self._mail.is_claimed)
         self._complete_pause()
         self._mail.end_streams()
         return result.after(ended)
 
-    def _step(self, *, admit_new: bool) -> StepResult:
+    def _step(self, *, admit_new: bool, is_read: Callable[[int], bool] | None) -> StepResult:
         """Plan a step, run it, commit it, deliver its deltas. Only the run can be interrupted, and is then repeated.
 
         An exception that leaves queues and cache half changed ends the engine: it is a bug, never Ctrl-C.
@@ -356,7 +358,7 @@ class InferenceEngine:
                 raise
             else:
                 is_changing = True
-                result = self._core.commit(step, results)
+                result = self._core.commit(step, results, is_read)
             self._mail.deliver(result.deltas)
             return result
         except BaseException as error:
@@ -370,7 +372,7 @@ class InferenceEngine:
         """Run started requests to their end and start no others, also while paused."""
         while self._core.started_requests():
             self._require_awake_for_drain()
-            self._step(admit_new=False)
+            self._step(admit_new=False, is_read=self._mail.is_claimed)
 
     # ---- running requests to their end ------------------------------------------------------------------------------
 
@@ -397,7 +399,7 @@ class InferenceEngine:
         while ids and not ended:
             num_ended = self._mail.num_ended
             self._require_running()
-            result = self._tick()
+            result = self._tick(reads_all=progress is not None)
             if progress is not None:
                 with self._driving.callers_window:
                     progress(result)
@@ -419,7 +421,7 @@ class InferenceEngine:
         with self._driving:
             while not (delta := self._mail.take_delta(request_id)) and self._mail.is_live(request_id):
                 self._require_running()
-                self._tick()
+                self._tick(reads_all=False)
             return delta
 
     def _end_streams(self) -> None:

@@ -24,11 +24,13 @@ def append_result(seq: Sequence, row: Row, result: RowResult, version: int, voca
         num_added = _append_one_by_one(seq, row, result, version, vocab_size)
     else:
         num_added = append_many(seq, result, version)
-        seq.num_computed += max(0, min(num_added, len(result.tokens) - 1))
-    if seq.max_new <= 0 and seq.finish_reason is None and seq.num_computed == len(seq.tokens):
-        finish(seq, "length", None)
-    if seq.finish_reason is None:  # the last token is computed again if what was sampled after it was dropped
-        seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+        if num_added:
+            seq.num_computed += min(num_added, len(result.tokens) - 1)
+    if seq.finish_reason is None and seq.num_computed >= len(seq.tokens):
+        if seq.max_new <= 0:
+            finish(seq, "length", None)
+        else:  # the last token is computed again: what was sampled after it was dropped
+            seq.num_computed = len(seq.tokens) - 1
     return num_added
 
 
@@ -42,7 +44,7 @@ def append_many(seq: Sequence, result: RowResult, version: int) -> int:
     if not is_finite:
         tokens = tokens[: next((i for i, one in enumerate(logprobs) if not math.isfinite(one)), len(tokens))]
     stop = None
-    if not seq.stop_ids.isdisjoint(tokens):
+    if seq.stop_ids and not seq.stop_ids.isdisjoint(tokens):
         end = next(place for place, token in enumerate(tokens) if token in seq.stop_ids) + 1
         tokens, stop = tokens[:end], tokens[end - 1]
     count = len(tokens)

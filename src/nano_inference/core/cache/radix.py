@@ -71,16 +71,14 @@ class RadixKVCache(KVManager):
         for index in range(start, -(-end // size)):
             if parent is None:
                 break
-            label = tuple(tokens[index * size : min(end, (index + 1) * size)])
-            owner = self._full.get((parent, label)) if len(label) == size else None
-            if owner is None:
-                parent = self._place(parent, label, table[index])
+            block, label = table[index], tuple(tokens[index * size : min(end, (index + 1) * size)])
+            owner = self._full.setdefault((parent, label), block) if len(label) == size else block
+            if owner == block:
+                parent = self._place(parent, label, block)
                 continue
-            if owner != table[index]:
-                self._pool.hold([owner])
-                self.release([table[index]])
-                table[index] = owner
-            parent = owner
+            self._pool.hold([owner])
+            self.release([block])
+            table[index] = parent = owner
         if not start:
             self._drop_unused_root(self._roots[salt])
         return table
@@ -177,7 +175,10 @@ class RadixKVCache(KVManager):
             del self._roots[self._salt_of.pop(node)]
 
     def _place(self, parent: int, label: Label, block: int) -> int | None:
-        """Add a block below its parent, or extend its label; return None if a partial block is already there."""
+        """Add a block below its parent, or extend its label; return None if a partial block is already there.
+
+        A full block is in `_full` already.
+        """
         known = self._label_of.get(block)
         is_full = len(label) == self.block_size
         if known is None:
@@ -189,8 +190,6 @@ class RadixKVCache(KVManager):
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
         if known is None or len(label) > len(known):
             self._label_of[block] = label
-        if is_full:
-            self._full[parent, label] = block
         return block
 
     def _forget(self, block: int) -> None:
