@@ -276,8 +276,9 @@ def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int |
         num_states=min(parts.kv.num_states, max(SLOTS_PER_SEQUENCE, parts.kv.num_states // _COPY_SHARE)),
     )
     if kv_cache_bytes is not None:
+        block_bytes = parts.executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
         try:
-            size = _size_within(kv_cache_bytes, config, parts.executor)
+            size = _size_within(kv_cache_bytes, config, block_bytes, parts.executor.program.state_bytes)
         except ValueError as error:
             raise BadRequest("kv_cache_bytes", str(error)) from error
     copy = _with_cache(parts.executor.copy(), config, size)
@@ -362,8 +363,9 @@ def size_cache(config: EngineConfig, executor: Executor, max_model_len: int) -> 
     if num_bytes is None:
         step_bytes = executor.step_bytes(config.block_size)
         num_bytes = max(0, executor.cache.free_bytes(config.gpu_memory_utilization) - step_bytes)
+    block_bytes = executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
     try:
-        size = _size_within(num_bytes, config, executor)
+        size = _size_within(num_bytes, config, block_bytes, executor.program.state_bytes)
     except ValueError as error:
         raise ValueError(f"kv_cache_bytes: {error}") from error
     num_rows, most = size.num_states // SLOTS_PER_SEQUENCE, config.max_batch_size
@@ -373,10 +375,8 @@ def size_cache(config: EngineConfig, executor: Executor, max_model_len: int) -> 
     return replace(size, num_blocks=num_blocks, eager=config.kv_cache_bytes is not None)
 
 
-def _size_within(num_bytes: int, config: EngineConfig, executor: Executor) -> CacheSize:
+def _size_within(num_bytes: int, config: EngineConfig, block_bytes: int, state_bytes: int) -> CacheSize:
     """Return the size of a cache of so many bytes. Raises `ValueError` if it does not hold one sequence."""
-    block_bytes = executor.cache.block_bytes(config.block_size, config.kv_cache_dtype)
-    state_bytes = executor.program.state_bytes
     num_states = count_states(num_bytes, state_bytes, config.max_batch_size)
     num_blocks = (num_bytes - num_states * state_bytes) // block_bytes
     if num_blocks < 1:

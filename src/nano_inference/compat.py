@@ -23,7 +23,7 @@ from nano_inference.core.cache import KVManager, Salt
 from nano_inference.core.scheduler import SeqView, Work, plan_step
 from nano_inference.core.sequence import Sequence as CoreSequence
 from nano_inference.core.sequence import start_sequences
-from nano_inference.core.step import Row
+from nano_inference.core.step import Row, RowState
 from nano_inference.support.checks import check_int
 from nano_inference.types import CacheFull, EngineRequest, SamplingParams, TrainingSample, WeightLabel
 from nano_inference.weights.updates import NamedWeights
@@ -354,7 +354,8 @@ def model_forward(
     counts = [-(-len(text) // block_size) for text in texts]
     if cache is None:
         owner: Any = model.copy()
-        owner.cache.allocate(CacheSize(num_blocks=sum(counts), block_size=block_size))
+        num_states = len(texts) if model.program.states else 0
+        owner.cache.allocate(CacheSize(num_blocks=sum(counts), block_size=block_size, num_states=num_states))
         model, cache = owner, owner.store
     elif sum(counts) > cache.num_blocks:
         raise ValueError(f"cache: has {cache.num_blocks} blocks of {block_size} tokens, {sum(counts)} are needed")
@@ -362,7 +363,11 @@ def model_forward(
     whole = {"prev_token": -1, "start": 0, "num_sampled": 0, "params": SamplingParams()}  # samples nothing
     rest: dict[str, Any] = whole | {"logprobs_mode": "raw", "seed": 0, "sample_index": 0}
     pairs = enumerate(zip(texts, tables, strict=True))
-    rows = tuple(Row(id=index, tokens=text, blocks=table, **rest) for index, (text, table) in pairs)
+    has_states = bool(model.program.states)
+    rows = tuple(
+        Row(id=index, tokens=text, blocks=table, state=RowState(index, index) if has_states else None, **rest)
+        for index, (text, table) in pairs
+    )
     ordered = in_step_order(rows)
     logits_TV = model.forward(build(ordered, block_size, model.device), cache)
     start_of = {row.id: start for row, start in zip(ordered, offsets(ordered), strict=True)}

@@ -10,7 +10,7 @@ import pytest
 
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams, TrainingSample
-from tests.sim.fakes import fake_config, fake_parts, is_idle, parrot, raising, reference
+from tests.sim.fakes import fake_config, fake_parts, is_idle, raising, reference
 from tests.sim.test_versions import check_sample, run_world
 from tests.sim.versioned import versioned_engine
 from tests.sim.worlds import World, make_world
@@ -129,15 +129,20 @@ def test_slots_that_a_step_reads_are_not_overwritten() -> None:
     assert cached(engine, shared, [*first, 40, 41]) == [0, 20]
 
 
-def test_accepted_draft_tokens_are_computed_once_and_rejected_ones_cost_no_second_slot() -> None:
-    parts = fake_parts("radix", 100, 4, drawing=parrot, num_states=2)
+@pytest.mark.parametrize("is_right", [True, False])
+def test_only_the_tokens_accepted_before_a_rejected_one_are_computed_again(is_right: bool) -> None:
+    def draw(seen: tuple[int, ...], *_: int) -> int:
+        return seen[-4] if is_right or len(seen) % 7 else 0
+
+    parts = fake_parts("radix", 100, 4, drawing=draw, num_states=2)
     engine = InferenceEngine(fake_config(speculation="ngram"), parts=parts)
-    params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
-    sample = engine.generate([[1, 2, 3, 4] * 3], params)[0]
+    params, prompt = SamplingParams(max_tokens=60, seed=2, ignore_eos=True), [1, 2, 3, 4] * 3
+    sample = engine.generate([prompt], params)[0]
     runner = engine.parts.runner
-    assert list(sample.completion_tokens) == reference([1, 2, 3, 4] * 3, params, 0, drawing=parrot)[0]
-    assert runner.num_right > 20 and runner.num_wrong > 5
-    assert runner.num_computed < 72 + 2 * runner.num_wrong + runner.num_right / 2
+    assert list(sample.completion_tokens) == reference(prompt, params, 0, drawing=draw)[0]
+    num_again = runner.num_computed - (len(prompt) + 60 - 1) - runner.num_wrong
+    assert runner.num_right > 20 and (runner.num_wrong == num_again == 0) == is_right
+    assert num_again < runner.num_right / 2
     assert is_idle(engine)
 
 

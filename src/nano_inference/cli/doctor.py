@@ -20,13 +20,14 @@ import torch
 from rich.filesize import decimal
 
 import nano_inference
-from nano_inference.build import end_token_ids, kernels_here
+from nano_inference.build import count_states, end_token_ids, kernels_here
 from nano_inference.cli.arguments import ENV_PREFIX, default_file
 from nano_inference.cli.options import Common
 from nano_inference.cli.place import cache_of, fetch
 from nano_inference.cli.shells import installed
 from nano_inference.cli.terminal import print_rows
 from nano_inference.config import EngineConfig
+from nano_inference.core.recurrent import SLOTS_PER_SEQUENCE
 from nano_inference.executors.cpu.matrix import can_keep, can_round
 from nano_inference.executors.devices import available_memory, free_bytes
 from nano_inference.loading.catalog import WHEELS, ModelEntry, list_models
@@ -35,6 +36,7 @@ from nano_inference.loading.gguf import PackedTensor
 from nano_inference.loading.kinds import ModelKinds, installed_kinds
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.sources import WeightSource
+from nano_inference.models.families import program_of
 from nano_inference.text.dialogue import load_dialogue
 from nano_inference.text.tokenizer import kind_of, load_tokenizer
 from nano_inference.types import BadRequest, ModelError
@@ -88,6 +90,8 @@ def describe(checkpoint: Checkpoint, kinds: ModelKinds) -> dict[str, Any]:
         "chat_template": load_dialogue(source, tokenizer, kinds.tokenizers) is not None,
         "end_tokens": {token: tokenizer.token_text(token) for token in sorted(end_token_ids(config, tokenizer))},
     }
+    if (state_bytes := program_of(config, kinds.families).state_bytes) > 0:
+        facts["state_bytes"] = state_bytes
     if (inferred := checkpoint.inferred) is not None:  # constants that the files do not name
         constants = {name: {"value": one.value, "reason": one.reason} for name, one in inferred.values.items()}
         facts |= {"constants": constants, "warnings": list(inferred.warnings)}
@@ -163,10 +167,9 @@ def of_models(entries: Iterable[ModelEntry], machine: Machine) -> list[dict[str,
         for name, path in files if is_repo else [(entry.name, entry.path)]:
             try:
                 checkpoint = open_checkpoint(path)
+                rows += [of_model(name, checkpoint, precision, machine) for precision in precisions]
             except (ModelError, BadRequest) as error:
                 rows.append({"model": name, "problem": str(error)})
-                continue
-            rows += [of_model(name, checkpoint, precision, machine) for precision in precisions]
     return rows
 
 
@@ -193,12 +196,11 @@ def of_model(name: str, checkpoint: Checkpoint, precision: str, machine: Machine
     context = min(CONTEXT, checkpoint.config.max_positions)
     kv_bytes = checkpoint.config.kv_bytes_per_token(FLOAT32)
     shown = f"auto ({checkpoint.dtype})" if precision == "auto" else precision
-    ignored = sum(ignored_tensors(checkpoint).values())
     return {
         "model": name,
         "precision": shown,
-        "ignored_tensors": ignored,
-        **_costs(total, kv_bytes, context, machine),
+        "ignored_tensors": sum(ignored_tensors(checkpoint).values()),
+        **_costs(total, kv_bytes, context, machine, program_of(checkpoint.config).state_bytes),
     }
 
 
@@ -218,24 +220,28 @@ def weight_bytes(source: WeightSource, precision: str) -> int:
     return values * min(FLOAT32, dtype.itemsize if dtype is not None else FLOAT32)
 
 
-def _costs(weights: int, kv_bytes: int, context: int, machine: Machine) -> dict[str, Any]:
-    """Return the estimate for `weights` bytes and `kv_bytes` per token."""
+def _costs(weights: int, kv_bytes: int, context: int, machine: Machine, state_bytes: int = 0) -> dict[str, Any]:
+    """Return the estimate for `weights` bytes, `kv_bytes` per token and `state_bytes` per slot of recurrent states."""
+    budget, own_states = machine.kv_budget, SLOTS_PER_SEQUENCE * state_bytes
+    if own_states <= budget // 2:
+        budget -= count_states(budget, state_bytes, _MAX_SEQUENCES) * state_bytes
     return {
         "weight_bytes": weights,
         "kv_bytes_per_token": kv_bytes,
+        "state_bytes": state_bytes,
         "context": context,
         "context_kv_bytes": kv_bytes * context,
-        "kv_budget_tokens": min(machine.kv_budget // kv_bytes, _MAX_SEQUENCES * context),
-        "fits": weights + kv_bytes * context <= machine.available,
+        "kv_budget_tokens": min(budget // kv_bytes, _MAX_SEQUENCES * context),
+        "fits": weights + kv_bytes * context + own_states <= machine.available,
     }
 
 
 # ---- `doctor`
 
-_HEAD = ["model", "precision", "weights", "KV a token", "KV of context", "KV budget", "fits"]
+_HEAD = ["model", "precision", "weights", "KV a token", "state", "KV of context", "KV budget", "fits"]
 _NOTE = (
-    "KV budget: capacity of the KV cache in tokens without --kv-cache-bytes. Fits: the weights and the KV cache of\n"
-    "one whole context fit in the memory that is free now."
+    "State: a recurrent state, of which a running sequence takes two. KV budget: capacity of the KV cache in tokens\n"
+    "without --kv-cache-bytes. Fits: the weights and the cache of one whole context fit in the memory that is free now."
 )
 
 
@@ -311,6 +317,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
             decimal(row["weight_bytes"]),
             decimal(row["kv_bytes_per_token"]),
         ),
+        decimal(row["state_bytes"]) if row["state_bytes"] else "none",
         f"{decimal(row['context_kv_bytes'])} / {row['context']}",
         *(f"{row['kv_budget_tokens']:,}", "yes" if row["fits"] else "no"),
     ]

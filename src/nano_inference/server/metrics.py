@@ -44,6 +44,7 @@ _GAUGES = {
     "vllm:kv_cache_usage_perc": "Used fraction of the KV cache, 0 to 1.",
     _UP[0]: _UP[1],
     "nano_inference_engine_halted": "1 while the engine is paused, asleep or without weights.",
+    "nano_inference_state_snapshots": "Snapshots of recurrent states that prompts can start from.",
     "nano_inference_weight_version": "Version of the weights: 0 as loaded, increased by each update.",
     "nano_inference_clients": "Clients (keys or addresses) with open requests.",
     "nano_inference_largest_client_samples": "Maximum of running and waiting samples of one client.",
@@ -61,6 +62,7 @@ _COUNTERS = {
     "vllm:prefix_cache_hits": "Prompt tokens found in the cache.",
     "vllm:spec_decode_num_draft_tokens": "Draft tokens that were computed.",
     "vllm:spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+    "nano_inference_state_hits": "Samples that started from a snapshot of a recurrent state.",
 }
 _SIZES = None  # buckets up to the size of the KV cache
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float] | None]] = {
@@ -159,6 +161,9 @@ class Metrics:
         self._waiting_capacity.set(stats.num_waiting)
         self._gauge["vllm:kv_cache_usage_perc"].set(max(0.0, 1 - stats.num_free_blocks / self._num_blocks))
         self._gauge["nano_inference_weight_version"].set(stats.weight_version)
+        self._gauge["nano_inference_state_snapshots"].set(stats.num_state_snapshots)
+        if stats.num_state_hits:
+            self._count["nano_inference_state_hits"].inc(stats.num_state_hits)
         if stats.num_preempted:
             self._count["vllm:num_preemptions"].inc(stats.num_preempted)
         if stats.num_drafted:

@@ -70,6 +70,8 @@ class Pipeline:
 
     def serve(self, loaded: LoadedModel, max_running: int) -> None:
         """Start to accept requests for a loaded model that runs up to `max_running` samples at once."""
+        engine = loaded.engine
+        max_running = min(max_running, engine.parts.scheduler_config(engine.config).max_batch_size)
         self.loaded, self.max_running = loaded, max_running
         share, limits = self._policy.client_share, loaded.model.limits
         self.limits = QueueLimits(
