@@ -26,9 +26,8 @@ from nano_inference.core.cache.states import StatePool as StatePool
 
 def make_kv(cache_type: CacheType, num_blocks: int, block_size: int, num_states: int = 0) -> KVManager:
     """Return a new, empty manager of the given type. Raises `ValueError` for a paged one with recurrent states."""
-    if cache_type == "paged" and num_states:
-        raise ValueError(
-            "cache_type: the model keeps recurrent states, whose prefixes end inside blocks; use 'radix' instead of "
-            "'paged'"
-        )
-    return (PagedKVCache if cache_type == "paged" else RadixKVCache)(num_blocks, block_size, num_states)
+    if cache_type == "radix":
+        return RadixKVCache(num_blocks, block_size, num_states)
+    if num_states:
+        raise ValueError("cache_type: the model keeps recurrent states, which 'paged' does not support; use 'radix'")
+    return PagedKVCache(num_blocks, block_size)

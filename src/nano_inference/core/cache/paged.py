@@ -11,6 +11,9 @@ from nano_inference.core.cache.pool import Hit, KVManager, Salt
 class PagedKVCache(KVManager):
     """Owns `num_blocks` blocks of `block_size` tokens."""
 
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)  # without states, whose prefixes end inside blocks
+
     def _forget_all(self) -> None:
         self._block_of: dict[int, int] = {}  # chain hash -> the published block
         self._hash_of: dict[int, int] = {}
