@@ -3,10 +3,11 @@
     python benchmarks/exact.py [--rounds 3]
 
 Each trainer runs in a process of its own, on one thread: CPU seconds of a forward and a backward pass (medians) over
-eight texts that no cache has seen, of equal lengths and of 24 to 112 tokens, and the growth of the peak memory over
-parameters and gradients. Ours are `train_logprobs` by layer and whole; Transformers' are padded, plain and with
-activation checkpointing. `score` is the engine's own forward pass; a refresh is `Policy.sync` after a change, beside a
-plain copy of the parameters. The last line is JSON.
+texts that no cache has seen: eight of equal lengths, eight of 24 to 112 tokens, 64 of 20 to 40. The peak of memory is
+that over the parameters: gradients are made anew in each step, as `zero_grad` leaves it to a trainer.
+Ours are `train_logprobs` by layer and whole; Transformers' are padded, plain and with activation checkpointing. `score`
+is the engine's own forward pass; a refresh is `Policy.sync` after a change, beside a plain copy of the parameters; a
+step with top-k needs the engine's own logits a second time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ import transformers
 from harness import options, print_row, random_ids
 from peers.roster import float32_directory
 
-from nano_inference import EngineConfig, InferenceEngine
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.loading.catalog import default_cache, resolve
 from nano_inference.rl.exact import Policy, train_logprobs
 
 PROMPT = 16
-LENGTHS = {"equal": [64] * 8, "ragged": [24, 32, 40, 48, 64, 80, 96, 112]}
+LENGTHS = {
+    "equal": [64] * 8,
+    "ragged": [24, 32, 40, 48, 64, 80, 96, 112],
+    "short": [20 + index % 21 for index in range(64)],
+}
 TRAINERS = ("exact", "exact, whole", "Transformers", "Transformers, checkpointed")
 TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
 Times = dict[str, float]
@@ -98,10 +103,19 @@ def measure(trainer: str, directory: str, rounds: int) -> dict[str, Times]:
         rounds_done = [step(model, policy, lengths, rng) for _ in range(rounds)]
         found[kind] = {name: statistics.median(one[name] for one in rounds_done) for name in rounds_done[0]}
         found[kind]["MiB"] = memory_mib("VmHWM") - before
+    if policy is not None:
+        steps = [step(model, policy, LENGTHS["equal"], rng, SamplingParams(top_k=50)) for _ in range(rounds)]
+        found["top-k"] = {"backward": statistics.median(one["backward"] for one in steps)}
     return found
 
 
-def step(model: transformers.PreTrainedModel, policy: Policy | None, lengths: list[int], rng: random.Random) -> Times:
+def step(
+    model: transformers.PreTrainedModel,
+    policy: Policy | None,
+    lengths: list[int],
+    rng: random.Random,
+    params: SamplingParams | None = None,
+) -> Times:
     """Return the seconds of one step, without the optimizer's."""
     texts = [[token % model.config.vocab_size for token in random_ids(rng, length)] for length in lengths]
     starts, loss, times = [PROMPT] * len(texts), [], {}
@@ -109,7 +123,7 @@ def step(model: transformers.PreTrainedModel, policy: Policy | None, lengths: li
     if policy is not None:
         times["score"] = seconds_of(lambda: policy.engine.score(texts, starts))
         policy.engine.flush_cache()
-        times["forward"] = seconds_of(lambda: loss.append(train_logprobs(policy, texts, starts).sum()))
+        times["forward"] = seconds_of(lambda: loss.append(train_logprobs(policy, texts, starts, params=params).sum()))
     else:
         times["forward"] = seconds_of(lambda: loss.append(padded(model, texts).sum()))
     return times | {"backward": seconds_of(lambda: loss[0].backward())}
@@ -152,6 +166,8 @@ def main() -> None:
                     print_row(trainer, row.get("score", "-"), row["forward"], row["backward"], step, row["MiB"])
             times = tables["exact"]["refresh"]
             print(f"refresh {times['ours']:.3f} s, a copy of the parameters {times['copy']:.3f} s")
+            plain, restricted = tables["exact"]["equal"], tables["exact"]["top-k"]
+            print(f"backward with top-k {restricted['backward']:.3f} s, without {plain['backward']:.3f} s")
     print(json.dumps(report))
 
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
-from nano_inference import InferenceEngine, SamplingParams, TrainingSample
+from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.rl.exact import Policy, train_logprobs
-from tests.models.families import VOCAB_SIZE
+from tests.models.families import VOCAB_SIZE, make_model
 
 PROMPTS = [[7, 3, 99, 21, 4, 60], [12], list(range(30, 70))]
 PARAMS = SamplingParams(max_tokens=12, seed=5, temperature=0.8)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: transformers.PreTrainedModel
+    engine: InferenceEngine
+    policy: Policy
+
+    def samples(self, **options: Any) -> list[TrainingSample]:
+        params = SamplingParams(**{"max_tokens": 20, "seed": 5, "temperature": 0.8} | options)
+        return self.engine.generate(PROMPTS, params, 3)
 
 
 def texts_of(samples: list[TrainingSample]) -> tuple[list[list[int]], list[int]]:
@@ -23,6 +37,16 @@ def texts_of(samples: list[TrainingSample]) -> tuple[list[list[int]], list[int]]
 
 def sampled(samples: list[TrainingSample]) -> Tensor:
     return torch.tensor([value for one in samples for value in one.logprobs])
+
+
+def made(name: str, directory: Path) -> Iterator[Case]:
+    model = make_model(name, directory)
+    with InferenceEngine(
+        EngineConfig(model_path=str(directory), dtype="float32", device="cpu", num_threads=1)
+    ) as engine:
+        policy = Policy(engine, model)
+        policy.sync()
+        yield Case(model, engine, policy)
 
 
 def check_bits(engine: InferenceEngine, model: transformers.PreTrainedModel) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,29 +21,7 @@ from nano_inference.rl.exact import Policy, StaleWeights, exact_executor, exact_
 from nano_inference.rl.exact.program import DIFFERENTIABLE
 from tests.models.families import FAMILIES, make_model
 from tests.nanochat.tiny import write_checkpoint
-
-PROMPTS = [[7, 3, 99, 21, 4, 60], [12], list(range(30, 70))]
-
-
-@dataclass(frozen=True)
-class Case:
-    model: transformers.PreTrainedModel
-    engine: InferenceEngine
-    policy: Policy
-
-    def samples(self, **options: Any) -> list[TrainingSample]:
-        params = SamplingParams(**{"max_tokens": 20, "seed": 5, "temperature": 0.8} | options)
-        return self.engine.generate(PROMPTS, params, 3)
-
-
-def texts_of(samples: list[TrainingSample]) -> tuple[list[list[int]], list[int]]:
-    return [[*one.prompt_tokens, *one.completion_tokens] for one in samples], [
-        len(one.prompt_tokens) for one in samples
-    ]
-
-
-def sampled(samples: list[TrainingSample]) -> Tensor:
-    return torch.tensor([value for one in samples for value in one.logprobs])
+from tests.rl.exact_checks import PROMPTS, Case, made, sampled, texts_of
 
 
 def theirs(model: nn.Module, samples: list[TrainingSample], temperature: float) -> Tensor:
@@ -63,16 +41,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield from made("llama3-rope-ratio3-tied", tmp_path_factory.mktemp("exact"))
-
-
-def made(name: str, directory: Path) -> Iterator[Case]:
-    model = make_model(name, directory)
-    with InferenceEngine(
-        EngineConfig(model_path=str(directory), dtype="float32", device="cpu", num_threads=1)
-    ) as engine:
-        policy = Policy(engine, model)
-        policy.sync()
-        yield Case(model, engine, policy)
 
 
 def test_values_are_the_sampled_ones(case: Case) -> None:
