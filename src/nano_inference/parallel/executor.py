@@ -22,6 +22,7 @@ from nano_inference.executors.batch import Rows
 from nano_inference.executors.protocol import Cache, CacheSize, Executor
 from nano_inference.executors.step_input import ForwardInput
 from nano_inference.parallel.leader import Leader
+from nano_inference.parallel.rows import SentRows
 from nano_inference.parallel.staged import ShardedWeights, Whole
 
 Result = TypeVar("Result")
@@ -41,6 +42,7 @@ class ShardedExecutor(Executor):
         self.lookahead, self.steps_share_processors = own.lookahead, own.steps_share_processors
         self._own, self._whole, self._leader = own, whole, leader
         self._number, self._numbers = number, count(1) if numbers is None else numbers
+        self._sent = SentRows()
         self._end = weakref.finalize(self, leader.close) if number == 0 else None
         self.weights = ShardedWeights(own, whole, leader, number)
         self.cache = ShardedCache(own.cache, leader, number, is_shared=own.device.type == "cpu")
@@ -63,7 +65,7 @@ class ShardedExecutor(Executor):
         return self._leader.step(
             "run",
             self._number,
-            lambda: [rows, copies, fresh],
+            lambda: [self._sent.write(rows), copies, fresh],
             lambda: self._own.run(rows, copies, fresh),
         )
 

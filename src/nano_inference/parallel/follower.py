@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
 from nano_inference.core.step import BlockCopy
-from nano_inference.executors.batch import Rows
 from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.executors.staging import NotFinite
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.parallel.links import Announced, Group, Links
+from nano_inference.parallel.rows import Sent, SentRows
 from nano_inference.parallel.shard import Shard, shard
 from nano_inference.parallel.staged import part_of, source_of
 from nano_inference.types import EngineDead
@@ -34,6 +34,7 @@ class _Model:
     """An executor of this rank, and the state of what rank 0 sends for it."""
 
     executor: Executor
+    sent: SentRows = field(default_factory=SentRows)
     staged: Staged | None = None  # the update that is being received
     fault: str = ""  # why this rank refuses it
     finished: Any = None  # the argument of `commit`
@@ -82,12 +83,12 @@ class Follower:
             self.links.close(is_receiving=self._is_fed)
             raise
 
-    def _run(self, model: _Model, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
+    def _run(self, model: _Model, sent: list[Sent], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
         gate = model.gate
         if gate is not None:
             gate.begin_step()
         try:
-            model.executor.run(rows, copies, fresh)
+            model.executor.run(model.sent.read(sent), copies, fresh)
         finally:
             if gate is not None:
                 gate.end_step()
