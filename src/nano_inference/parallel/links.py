@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from nano_inference.core.step import BlockCopy, Row, RowState
 from nano_inference.executors.protocol import CacheSize
@@ -97,12 +98,16 @@ class Group:
     def add_in_place(self, x: Tensor) -> None:
         """Replace a contiguous tensor by its sum over all ranks, as `add`. On CUDA, return before it is computed."""
         self.tensor_bytes += x.nbytes
-        self._wait(lambda: self._group.allreduce([x]), is_queued=x.is_cuda)
+        options = dist.AllreduceOptions()
+        options.asyncOp = False
+        self._wait(lambda: self._group.allreduce([x], options), is_queued=x.is_cuda)
 
     def gather_into(self, out: Tensor, x: Tensor) -> None:
         """Write the ranks' tensors of x's shape to out, all contiguous. On CUDA, return before they have arrived."""
         self.tensor_bytes += x.nbytes
-        self._wait(lambda: self._group._allgather_base(out.view(-1), x.view(-1)), is_queued=x.is_cuda)
+        options = AllgatherOptions()
+        options.asyncOp = False
+        self._wait(lambda: self._group._allgather_base(out.view(-1), x.view(-1), options), is_queued=x.is_cuda)
 
     def send(self, x: Tensor, rank: int) -> None:
         """Send a tensor to one rank."""
@@ -162,13 +167,16 @@ class Group:
     def _wait(self, start: Any, timeout: timedelta | None = None, *, is_queued: bool = False) -> None:
         """Start an operation and wait for its end. Raises `EngineDead` if a rank is gone or too slow.
 
-        `is_queued`: NCCL's current stream waits instead. With a time limit the host would, which no graph can record.
+        `is_queued`: the operation is part of the current stream, so that a graph can record it, and the host goes on.
         """
         if self._group is None:
             raise EngineDead(f"rank {self.rank} of {self.size} has left the engine")
         try:
             work = start()
-            work.wait() if is_queued else work.wait(timeout or self._timeout)
+            if not is_queued:
+                work.wait(timeout or self._timeout)
+            elif work is not None:  # not of a trainer's group
+                work.wait()
         except RuntimeError as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise EngineDead(f"rank {self.rank} of {self.size} lost another rank: {reason}") from error

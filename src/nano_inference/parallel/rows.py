@@ -6,7 +6,7 @@ are large. For 256 rows with 40 blocks each they take longer to write and read t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nano_inference.core.step import Row
@@ -41,7 +41,8 @@ class SentRows:
 
 def _changes(former: Row, row: Row) -> list[Change]:
     found: list[Change] = []
-    for index, (old, new) in enumerate(zip(former, row, strict=True)):
+    pairs: Iterable[tuple[Any, Any]] = zip(former, row, strict=True)
+    for index, (old, new) in enumerate(pairs):
         if new is old or new == old:
             continue
         size = len(old) if isinstance(old, tuple) else 0
@@ -51,7 +52,7 @@ def _changes(former: Row, row: Row) -> list[Change]:
 
 
 def _changed(former: Row, changes: list[Change]) -> Row:
-    fields = list(former)
+    fields: list[Any] = list(former)
     for index, size, value in changes:
         fields[index] = value if size < 0 else (*fields[index], *value)
-    return Row(*fields)
+    return Row._make(fields)

@@ -168,13 +168,11 @@ def _reduce(state: Lowering, op: ops.Reduce, live: frozenset[str]) -> None:
     state.launches.append(run)
 
 
-def gather_logits(machine: Machine, part: Lowered, num_rows: int, vocab_size: int) -> Lowered:
-    """Return a part whose result is the logits of all ids; of a divided program, `part` computes some of them."""
+def gather_logits(machine: Machine, part: Lowered, out: int, vocab_size: int) -> Lowered:
+    """Return a part with the logits of all ids in register `out`, of one that computes this rank's."""
     ranks, own, registers = machine.ranks, part.result, machine.registers
-    if ranks is None:
-        return part
+    assert ranks is not None
     shape = (ranks.ranks.exchange.size, ranks.ranks.part_size)
-    out = registers.new(num_rows, shape[0] * shape[1])
 
     def run(step: Pass | None, n: int) -> None:
         found_KTV = ranks.gathered(ranks.padded(registers.read(own, n)))

@@ -91,13 +91,14 @@ def lowered_parts(program: Program, machine: Machine, limits: Limits) -> Parts:
     registers = machine.registers
     body = lower(machine, program.body, limits.max_tokens, {}, "x")
     tail = (*program.final, *program.head)
-    own_head = lower(machine, tail, limits.max_rows, {"x": body.result}, "logits")
-    head = gather_logits(machine, own_head, limits.max_rows, program.vocab_size)
+    head = lower(machine, tail, limits.max_rows, {"x": body.result}, "logits")
     given = Columns(registers.new(limits.max_rows, program.hidden_size), 0, program.hidden_size)
     reusable = head.registers
     final = lower(machine, program.final, limits.max_rows, {"x": given}, "h", reusable)
-    own_logits = lower(machine, tail, limits.max_rows, {"x": given}, "logits", reusable)
-    logits = gather_logits(machine, own_logits, limits.max_rows, program.vocab_size)
+    logits = lower(machine, tail, limits.max_rows, {"x": given}, "logits", reusable)
+    if machine.ranks is not None:
+        whole = registers.new(limits.max_rows, machine.ranks.num_logits)
+        head, logits = (gather_logits(machine, part, whole, program.vocab_size) for part in (head, logits))
     return Parts(body, head, final, logits, given)
 
 

@@ -46,6 +46,11 @@ class RankMemory:
     gathered_N: Tensor
     padded_N: Tensor  # logits of a rank that has fewer ids
 
+    @property
+    def num_logits(self) -> int:
+        """Return the ids of all ranks, as if the last had as many as the others."""
+        return self.ranks.exchange.size * self.ranks.part_size
+
     def gathered(self, x_TW: Tensor) -> Tensor:
         """Return the ranks' tensors [K, T, W], in memory that the next call overwrites."""
         size = self.ranks.exchange.size
