@@ -80,8 +80,8 @@ class CpuExecutor(Executor):
         self._mode = InferenceMode()
         bind = partial(bound, program, library, rope_tables(program, max_len), lowerings)
         self.weights: LiveCpuWeights[CpuModel] = LiveCpuWeights(program, library, rounding, bind)
-        make: Callable[[CacheSize, torch.dtype], KernelStore] = partial(new_store, program, library)
-        self.cache = CacheMemory(program, self.device, kv_dtype, make)
+        make = partial(new_store, program, library)
+        self.cache: CacheMemory[KernelStore] = CacheMemory(program, self.device, kv_dtype, make)
 
     @property
     def code(self) -> str:

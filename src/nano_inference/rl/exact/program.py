@@ -202,7 +202,7 @@ def _by_group(tokens: Tokens, compute_group: Callable[..., Tensor], *values_T: T
     """Return the values [G, L, …] of a function of each group and its rows [G, L, …] of `values_T`, as [T, …]."""
     found = []
     for group in tokens.groups:
-        rows = (value[group.tokens].unflatten(0, (group.num_texts, -1)) for value in values_T)
+        rows = (value[group.tokens].view(group.num_texts, -1, *value.shape[1:]) for value in values_T)
         found.append(compute_group(group, *rows).flatten(0, 1))
     return torch.cat(found)
 
