@@ -102,8 +102,8 @@ class EngineConfig:
     tensor_parallel: int = helped(
         1,
         "processes (ranks) among which the model is divided: each has a part of every layer and of the KV cache; "
-        "on CUDA each uses one device. kv_cache_bytes and num_threads are those of one rank (needs torch: no CPU "
-        "or CUDA kernels)",
+        "on CUDA each uses one device. kv_cache_bytes and num_threads are those of one rank (CUDA kernels or "
+        "torch: no CPU kernels)",
         integer(1, MAX_RANKS),
     )
     speculation: Speculation = helped(
@@ -149,7 +149,7 @@ class EngineConfig:
         object.__setattr__(self, "overrides", tuple(self.overrides))
 
     def _check_parallel(self) -> None:
-        """Raise `ValueError` naming a field that requires kernels, which compute undivided models only."""
+        """Raise `ValueError` naming a field that requires the CPU kernels, which compute undivided models only."""
         if self.kernels not in ("auto", "off"):
             raise BadRequest(
                 "tensor_parallel", f"cannot be combined with kernels={self.kernels}: ranks use CUDA kernels or torch"

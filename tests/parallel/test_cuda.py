@@ -43,6 +43,7 @@ from tests.parallel.test_updates import weights_of
 
 pytestmark = pytest.mark.slow
 
+PREEMPTED = {"kv_cache_bytes": 96 << 10, "cache_type": "paged", "speculation": "ngram"}
 LONG = SamplingParams(max_tokens=50, seed=3, ignore_eos=True)
 
 
@@ -64,15 +65,16 @@ def test_every_family_is_the_undivided_one(name: str, size: int, tmp_path: Path)
         assert engine.embed(prompts[3]) == pytest.approx(embedded, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize(("lookahead", "options"), [(1, {}), (16, TIGHT)])
+@pytest.mark.parametrize(("lookahead", "options"), [(1, {}), (16, TIGHT), (3, PREEMPTED)])
 def test_every_kind_of_request_is_the_undivided_one(lookahead: int, options: dict[str, Any], tiny: Path) -> None:
     config = config_of(tiny, lookahead=lookahead, **options)
-    with open_cuda(tiny, config) as whole:
+    with open_cuda(tiny, replace(config, kv_cache_bytes=16 << 20)) as whole:
         right, _ = run_all(whole, KINDS)
     with open_ranks(replace(config, tensor_parallel=2), kernels=plain_kernels()) as engine:
         mine, stats = run_all(engine, KINDS)
     assert_same(mine, right)
     assert any(step.num_sampled > step.num_rows for step in stats) == (lookahead > 1)
+    assert any(step.num_preempted for step in stats) == (options is PREEMPTED)
 
 
 def test_a_window_launches_the_same_on_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +151,8 @@ def test_interrupts_pauses_and_copies_leave_the_ranks_in_step(tiny: Path) -> Non
     """The first request ends early and leaves a slot empty, which rank 0 must not use for others alone."""
     asked, params = [[size] * size for size in (5, 1, 2, 3)], [replace(LONG, max_tokens=2), *(LONG,) * 3]
     with open_ranks(config_of(tiny, tensor_parallel=2, lookahead=4), kernels=plain_kernels()) as engine:
+        assert engine.parts.executor is not None
+        engine.parts.executor.warm_up(lambda done, total: None)
         right = engine.generate(asked, params)
         ids = [engine.add_request(*one, claim=True) for one in zip(asked, params, strict=True)]
         engine.tick()

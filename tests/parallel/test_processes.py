@@ -156,6 +156,7 @@ def has_ended(pid: int) -> bool:
     ("options", "message"),
     [
         ({"device": "mps"}, "device 'mps': torch sees no Apple GPU"),
+        ({"deterministic": True}, "deterministic: requires the CPU or the CUDA kernels"),
         ({"max_model_len": 8, "kv_cache_bytes": 1}, "kv_cache_bytes: 1 bytes do not hold one block of"),
     ],
 )
