@@ -79,8 +79,19 @@ def test_every_kind_of_request_is_the_undivided_one(lookahead: int, options: dic
 
 
 def test_a_window_launches_the_same_on_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels, products, exchanges and the copy of gathered logits: what a CUDA graph can record."""
+    """Kernels, products, exchanges and the copy of gathered logits: what a CUDA graph can record.
+
+    Rank 0 sends one message a window.
+    """
     steppers: list[Strict] = []
+    sent: list[str] = []
+    broadcast = Group.broadcast
+
+    def counted(group: Group, command: str, *arguments: Any) -> None:
+        sent.append(command)
+        broadcast(group, command, *arguments)
+
+    monkeypatch.setattr(Group, "broadcast", counted)
 
     def strict(*given: Any, ranks: Ranks) -> CudaExecutor:
         recorder = Recorder()
@@ -100,6 +111,7 @@ def test_a_window_launches_the_same_on_the_same_memory(tmp_path: Path, monkeypat
         engine.generate([[1, 2, 3], [5]], replace(LONG, logprobs=1))
     own, other = steppers
     assert own.seen.keys() == other.seen.keys() and own.num_replays == other.num_replays > 45
+    assert sent.count("run") <= 2 + own.num_replays // 4
 
 
 def test_deterministic_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_windows(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ class Group:
         group, self._group = self._group, None  # Gloo closes its connections with the last reference
         if group is not None and self._is_registered:
             dist.destroy_process_group(group)
+        elif group is not None:
+            group.abort()  # NCCL's destructor would wait for graphs that have recorded its operations
 
     def _broadcast(self, x: Tensor, timeout: timedelta | None = None) -> None:
         options = dist.BroadcastOptions()
