@@ -7,7 +7,8 @@
 
 Results are stored in .cache/aot by the version of Triton and a hash of the kernel's source, each when it is known: a
 run that was stopped continues there. Below the table are the configurations that use stack, where spilled registers
-are. Exits with 1 if one does not compile, or exceeds a limit: shared memory of a Hopper block, bytes of stack.
+are. Exits with 1 if one does not compile, exceeds a limit (shared memory of a Hopper block, bytes of stack), or adds in
+another order than those that `deterministic` may use in its place.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from scripts.configurations import Configuration
 
 PUBLISHED = re.compile(
-    r"attend_\w+ dtype=bf16 (ratio=7 head_dim=(64|128)|ratio=4 head_dim=64|ratio=2 head_dim=128) cap=False"
+    r"attend_\w+ dtype=bf16 (ratio=7 head_dim=(64|128)|ratio=4 head_dim=64|ratio=2 head_dim=128) cap=False rows=\d+"
     r"|merge_split dtype=bf16 head_dim=(64|128)"
     r"|norm_row dtype=bf16 width=(1024|2048|4096) more=\w+ weight=True"
     r"|rotate_heads dtype=bf16 (head_dim=(64|128) rotary=True norm=none|head_dim=128 rotary=True norm=first\+weight)"
@@ -58,6 +60,8 @@ class Result:
     stack: int = 0
     instructions: str = ""
     """Tensor core instructions: "wgmma", the shape of "mma", or empty."""
+    order: str = ""
+    """The order of its sums (`order_of`)."""
     error: str = ""
 
     @property
@@ -103,7 +107,26 @@ def compiled(one: Configuration) -> Result:
     used = sorted({*re.findall(r"wgmma", ptx), *re.findall(r"mma\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)})
     if not waits_first(ptx):
         return Result(one.name, error="it accesses memory before it waits for the kernel before it")
-    return Result(one.name, kernel.metadata.shared, int(found[1]), int(found[2]), " ".join(used))
+    order = order_of(kernel.asm["ttgir"])
+    return Result(one.name, kernel.metadata.shared, int(found[1]), int(found[2]), " ".join(used), order)
+
+
+def order_of(ttgir: str) -> str:
+    """Return what determines the order of the sums of matrix products and of rows, as far as it is not in the source.
+
+    That is the instruction, its number of inputs, and what it adds to; and how threads divide a row.
+    """
+    layouts = dict(re.findall(r"^(#\w+) = #ttg\.(.*)$", ttgir, re.M))
+    found = set()
+    for kind, onto, size, layout in re.findall(
+        r"(tt\.dot|warp_group_dot) %\S+ %\S+ (%\w+).*? : [^<]*<\d+x(\d+)x.*-> tensor<[^#]*(#\w+)>", ttgir
+    ):
+        instruction = re.sub(r"warpsPerCTA = \[.*?\], |, order.*|sizePerThread.*", "", layouts[layout])
+        found.add(f"{kind} {instruction} of {size} onto {'zeros' if 'cst' in onto else 'a sum'}")
+    for size, layout in re.findall(r"\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>\) -> ", ttgir):
+        divided = re.findall(r"(sizePerThread|threadsPerWarp|warpsPerCTA|instrShape) = \[.*?(\d+)\]", layouts[layout])
+        found.add(f"rows of {size} by {divided}")
+    return "; ".join(sorted(found))
 
 
 ACCESS = re.compile(r"\b((ld|st|atom|red)\.[\w.:]*global|cp\.async\.\w+\.shared\.global)")
@@ -185,7 +208,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--published", action="store_true", help="compile those of four published models in bfloat16")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per configuration instead")
-    parser.add_argument("--only", default="", metavar="PREFIX", help="compile configurations whose name starts so")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="regular expression of the start of names")
     return parser.parse_args()
 
 
@@ -198,11 +221,12 @@ def main() -> int:
 
     from scripts.configurations import configurations, num_covered, pairwise
 
-    whole = tuple(one for one in configurations() if one.name.startswith(given.only))
+    whole = tuple(one for one in configurations() if re.match(given.only, one.name))
     whole = tuple(one for one in whole if not given.published or PUBLISHED.fullmatch(one.name))
     found = whole if given.pairwise is None else pairwise(whole, given.pairwise)
     started = time.monotonic()
     results = list(ResultCache(triton.__version__).results(found, given.jobs))
+    sums = {one.name: one.sums for one in found}
     if given.json:
         print("\n".join(json.dumps(asdict(one)) for one in results))
     else:
@@ -217,7 +241,13 @@ def main() -> int:
     beyond = [one for one in results if not one.is_within_limits]
     for one in beyond:
         print(f"{one.name}: {one.error or one}", file=sys.stderr)
-    return int(bool(beyond))
+    orders = defaultdict(set)
+    for one in results:
+        orders[sums[one.name]].add(one.order)
+    differing = {name: found for name, found in orders.items() if len(found) > 1}
+    for name, different in differing.items():
+        print(f"{name}: orders of sums differ: {' | '.join(sorted(different))}", file=sys.stderr)
+    return int(bool(beyond or differing))
 
 
 if __name__ == "__main__":

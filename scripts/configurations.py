@@ -79,6 +79,8 @@ _ALIGNED = frozenset(
     }
 )
 """Numbers that are multiples of 16 in most models, so that loads are wide."""
+_TILES = 128
+"""Tiles of rows that share a prefix, of steps of up to 256 rows."""
 _INPUTS = (1024, 576, 100)
 """Numbers of inputs of a product for which its constants differ: whole tiles, whole small tiles, and neither."""
 
@@ -99,6 +101,20 @@ class Configuration:
     @property
     def name(self) -> str:
         return " ".join((self.kernel_name, *(f"{key}={value}" for key, value in self.traits.items())))
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of a tile: tokens of a product, queries times heads of attention."""
+        return int(self.variant.constants["M"] * self.variant.constants.get("PARTS", 1))
+
+    @property
+    def sums(self) -> str:
+        """Name the sums that it computes: all configurations with this name must add in the same order."""
+        if self.kernel_name in ("attend_split", "attend_group"):
+            return "attend dtype={dtype} head_dim={head_dim}".format(**self.traits)
+        if self.kernel_name == "multiply_range":
+            return "multiply dtype={dtype} inputs={inputs}".format(**self.traits)
+        return self.name
 
     @property
     def signature(self) -> dict[str, str]:
@@ -124,10 +140,12 @@ def configurations() -> tuple[Configuration, ...]:
 
 
 def _attention() -> Iterator[Configuration]:
-    kernels = {"split": attention.attend_split, "group": attention.attend_group, "chunk": attention.attend_chunk}
+    split, group, chunk = attention.attend_split, attention.attend_group, attention.attend_chunk
+    kernels: dict[attend.Kind, Any] = {"split": split, "piece": split, "group": group, "chunk": chunk}
     for kind, dtype, ratio, dim, has_cap in product(get_args(attend.Kind), DTYPES, RATIOS, HEAD_DIMS, (False, True)):
-        variant = attend.attend_variant(kind, dtype, ratio, dim, has_cap=has_cap)
+        variant = attend.attend_variant(kind, dtype, ratio, dim, has_cap=has_cap, num_tiles=_TILES)
         traits = {"dtype": TYPE_NAMES[dtype], "ratio": str(ratio), "head_dim": str(dim), "cap": str(has_cap)}
+        traits["rows"] = str(variant.constants["M"])
         yield Configuration(kernels[kind], variant, traits)
     for dtype, dim in product(DTYPES, HEAD_DIMS):
         traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}
@@ -188,13 +206,18 @@ def _blocks() -> Iterator[Configuration]:
 
 
 def _linear() -> Iterator[Configuration]:
-    for dtype in DTYPES:
-        traits = {"dtype": TYPE_NAMES[dtype]}
-        for is_split, has_bias in product((False, True), (False, True)):
-            found = [multiply.range_variant(size, dtype, is_split=is_split, has_bias=has_bias) for size in _INPUTS]
+    modes = {"one": (False, False), "split": (True, False), "summed": (False, True)}
+    for dtype, (mode, (is_split, is_summed)), has_bias in product(DTYPES, modes.items(), (False, True)):
+        traits = {"dtype": TYPE_NAMES[dtype], "ranges": mode, "bias": str(has_bias)}
+        for tile in multiply.tiles_for(dtype):
+            found = [
+                multiply.range_variant(size, dtype, tile, is_split=is_split, is_summed=is_summed, has_bias=has_bias)
+                for size in _INPUTS
+            ]
             for variant in {str(one): one for one in found}.values():
-                shape = {"inputs": "{BK} even={IS_EVEN}".format(**variant.constants), "split": str(is_split)}
-                yield Configuration(linear.multiply_range, variant, traits | shape | {"bias": str(has_bias)})
+                shape = {"tile": "{PARTS}x{M}x{BN}", "inputs": "{BK} even={IS_EVEN}"}
+                texts = {key: text.format(**variant.constants) for key, text in shape.items()}
+                yield Configuration(linear.multiply_range, variant, traits | texts)
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:

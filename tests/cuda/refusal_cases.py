@@ -32,7 +32,6 @@ def messages(kernels: Kernels, device: torch.device) -> Iterator[tuple[str, Call
     if kernels.has_fixed_heads:
         yield "query heads per kv head", attends(q_THD.new_zeros(1, 18, 64))
         yield "head_dim", attends(q_THD.new_zeros(1, 2, 40), 40)
-    yield "16 tokens", lambda: kernels.multiply.multiply(wide, wide, wide, None, memory)
     yield "part_ZTN", lambda: kernels.multiply.multiply(wide[:4], long[:4], long, None, memory)
     yield "vocabularies", lambda: new_scratch(1, (1 << 19) + 1, 0, torch.device("meta"))
     yield "16384", lambda: kernels.operate.norm(huge, huge, None, eps=0.0)

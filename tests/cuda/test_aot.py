@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,20 @@ pytestmark = [
 ]
 
 
+def aot(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "aot.py"), "--jobs", "1", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
+
+
 @pytest.fixture(scope="module", params=["current", pytest.param("3.6", marks=pytest.mark.nightly)])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """The resources of a choice in which every kernel and every value of a trait occurs."""
-    command = [sys.executable, str(ROOT / "scripts" / "aot.py"), "--json", "--jobs", "1"]
-    command += ["--pairwise", str(MOST_CONFIGURATIONS)]
+    options = ["--json", "--pairwise", str(MOST_CONFIGURATIONS)]
     if request.param == "3.6":
         if not (OLD_TRITON / "triton").is_dir():
             pytest.skip("NO TRITON 3.6: make .cache/triton-3.6/ready (188 MB)")
-        command += ["--triton", str(OLD_TRITON)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        options += ["--triton", str(OLD_TRITON)]
+    done = aot(*options)
     assert done.returncode in (0, 1), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -75,12 +80,56 @@ def test_a_kernel_that_reads_or_writes_before_it_waits_is_an_error() -> None:
     assert not waits_first(f"cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10;\n{wait}")
 
 
-def test_decode_and_groups_use_the_same_tensor_core_instruction(results: list[dict[str, Any]]) -> None:
-    """A row's bits then do not depend on whether it is in a group. `wgmma` of larger tiles sums in another order."""
-    half = [
-        one for one in results if one["name"].startswith(("attend_split", "attend_group")) and "fp32" not in one["name"]
-    ]
-    assert half and {one["instructions"] for one in half} == {"m16n8k16"}
+SUMS = (
+    r"multiply_range dtype=bf16 ranges=\w+ bias=True tile=\w+ inputs=128"
+    r"|attend_(split|group) dtype={} ratio=7 head_dim=64 cap=True"
+)
+"""Of the sums of a product and of attention, every tile that may compute them."""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+def test_tiles_of_all_sizes_add_in_the_same_order(dtype: str) -> None:
+    """`deterministic` may use all of them. The source of an order is the same by `test_interpreter.py`."""
+    from scripts.configurations import configurations
+
+    done = aot("--json", "--only", SUMS.format(dtype))
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    named = {one.name: one for one in configurations()}
+    rows = defaultdict(set)
+    for one in found:
+        rows[named[one["name"]].sums].add(named[one["name"]].num_rows)
+    assert sorted(map(sorted, rows.values())) == [[16, 32], [16, 32, 64, 128]]
+    assert all(one["order"] for one in found)
+
+
+OTHERS = """
+from dataclasses import replace
+from scripts import aot
+from scripts.configurations import configurations
+
+def order(name, num_warps, **constants):
+    one = next(one for one in configurations() if one.name == name)
+    variant = replace(one.variant, constants={**one.variant.constants, **constants}, num_warps=num_warps)
+    print(aot.compiled(replace(one, variant=variant)).order)
+
+product, attention = "multiply_range dtype=bf16 ranges=one bias=True tile=1x32x64 inputs=128 even=True", "ATTENTION"
+for more in ({}, {"M": 64}, {"BK": 64}):
+    order(product, 4, **more)
+for num_warps, more in ((4, {}), (8, {}), (4, {"M": 64}), (4, {"C": 32})):
+    order(attention, num_warps, **more)
+"""
+
+
+def test_other_orders_are_seen() -> None:
+    """More rows than `wgmma` needs, other blocks of inputs or keys, or other warps: what a table may not contain."""
+    name = "attend_split dtype=bf16 ratio=7 head_dim=64 cap=False rows=16"
+    done = subprocess.run(
+        [sys.executable, "-c", OTHERS.replace("ATTENTION", name)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    orders = done.stdout.splitlines()
+    assert len(set(orders)) == len(orders) == 7
 
 
 def test_published_models_have_a_configuration_of_every_kernel_of_their_steps() -> None:

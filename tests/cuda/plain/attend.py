@@ -39,26 +39,24 @@ def attend_splits(
     *,
     max_queries: int = 1,
 ) -> None:
-    """Write the partial results of every split that each token sees, except the first `shared_R` positions."""
+    """Write the partial results of every split that each token sees."""
     check_queries(q_THD, cache)
     queries = _queries(q_THD, cache, rows, max_queries)
     found, sees_RLN = _attend_singly(queries, cache, spec, out.score_THN.size(2))
-    start_N = torch.arange(sees_RLN.size(2), device=q_THD.device) * SPLIT
-    sees_RLN = sees_RLN & (start_N >= rows.shared_R.view(-1, 1, 1))
     row_T, query_T, is_valid_T = _places(rows, q_THD.size(0), max_queries)
     part_THND, score_THN = (x[row_T, query_T] for x in found)
     _write(out, Partials(part_THND, score_THN), sees_RLN[row_T, query_T] & is_valid_T.unsqueeze(-1))
 
 
 def attend_groups(out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups: Groups, spec: AttentionSpec) -> None:
-    """Write the partial results of the splits that the rows of each group share. All rows have one token."""
-    check_queries(q_THD, cache)
+    """Write the partial results of every split, those that rows share by tiles. All rows have one token."""
+    attend_splits(out, q_THD, cache, rows, spec)
     check_groups(groups, q_THD.size(1) // cache.k_SJD.size(1))
     is_used_QX, row_QX = groups.row_QX >= 0, groups.row_QX.long().clamp(min=0)
     token_QX = rows.start_R.long()[row_QX].clamp(max=q_THD.size(0) - 1)
     position_QX = torch.where(is_used_QX, rows.length_R.long()[row_QX] - 1, -1)
     queries = _Queries(q_THD[token_QX], cache.table_RB[row_QX[:, 0]], position_QX)
-    found, sees_QXN = _attend(queries, cache, spec, out.score_THN.size(2))
+    found, sees_QXN = _attend_singly(queries, cache, spec, out.score_THN.size(2))
     end_N = (torch.arange(sees_QXN.size(2), device=q_THD.device) + 1) * SPLIT
     sees_PN = (sees_QXN & (end_N <= groups.shared_Q.view(-1, 1, 1))).flatten(0, 1)
     index_T1 = torch.arange(q_THD.size(0), device=q_THD.device).unsqueeze(-1)

@@ -14,16 +14,18 @@ from nano_inference.executors.cuda.records import MOST_ROWS, RangeMemory, range_
 
 
 def multiply(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, memory: RangeMemory) -> None:
-    """Write x Wᵀ + bias for at most `MOST_ROWS` tokens: float32 products of ranges, added in ascending order.
+    """Write x Wᵀ + bias: float32 products of ranges, added in ascending order.
 
     Rows are padded to `MOST_ROWS`, so that a row's bits do not depend on their number.
     """
     check_product(out_TN, x_TK, weight_NK, memory)
-    (num_out, num_in), num_tokens = weight_NK.shape, x_TK.size(0)
+    num_out, num_in = weight_NK.shape
     size = range_size(num_out, num_in)
-    x_MK = functional.pad(x_TK[:, :num_in].float(), (0, 0, 0, MOST_ROWS - num_tokens))
-    sum_TN = torch.zeros(num_tokens, num_out, device=x_TK.device)
-    for first in range(0, num_in, size):
-        last = min(first + size, num_in)
-        sum_TN += (x_MK[:, first:last] @ weight_NK[:, first:last].float().t())[:num_tokens]
-    out_TN.copy_(sum_TN if bias_N is None else sum_TN + bias_N.float())
+    for out_MN, x_MK in zip(out_TN.split(MOST_ROWS), x_TK[:, :num_in].float().split(MOST_ROWS), strict=True):
+        num_tokens = x_MK.size(0)
+        x_MK = functional.pad(x_MK, (0, 0, 0, MOST_ROWS - num_tokens))
+        sum_MN = torch.zeros(num_tokens, num_out, device=x_TK.device)
+        for first in range(0, num_in, size):
+            last = min(first + size, num_in)
+            sum_MN += (x_MK[:, first:last] @ weight_NK[:, first:last].float().t())[:num_tokens]
+        out_MN.copy_(sum_MN if bias_N is None else sum_MN + bias_N.float())

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from nano_inference.executors.cuda.records import (
     HEAD_DIMS,
-    MOST_ROWS,
     RATIOS,
     Cache,
     Groups,
     RangeMemory,
     group_rows,
-    num_ranges,
+    num_sums,
 )
 from nano_inference.executors.cuda.sample_records import Scratch
 
@@ -95,11 +94,9 @@ def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: Range
     check_dtype("x", x_TK)
     check_rows(out=out_TN, x=x_TK, weight=weight_NK)
     (num_out, num_in), num_tokens = weight_NK.shape, x_TK.size(0)
-    if num_tokens > MOST_ROWS:
-        raise ValueError(f"multiply supports {MOST_ROWS} tokens, got {num_tokens}: use a matrix product")
-    ranges, given = num_ranges(num_out, num_in), memory.part_ZTN.numel()
-    if ranges > 1 and given < ranges * num_tokens * num_out:
-        raise ValueError(f"part_ZTN must have {ranges * num_tokens * num_out} values, got {given}")
+    needed, given = num_sums(num_tokens, num_out, num_in), memory.part_ZTN.numel()
+    if given < needed:
+        raise ValueError(f"part_ZTN must have {needed} values, got {given}")
 
 
 def check_logits(out: Scratch, logits_BV: Tensor) -> None:

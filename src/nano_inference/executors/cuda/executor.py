@@ -278,10 +278,14 @@ def usual_passes(limits: Limits, store: KVStore) -> Iterator[Rows]:
 
     Decode rows and a prompt: 3 and 16 tokens, because Triton distinguishes multiples of 16; and as many as can be,
     because `Variant.launch` distinguishes many programs. Each with and without truncation. All rows share blocks.
+    Deterministic products have tiles, and so kernels, for some numbers of tokens between.
     """
     most = min(limits.max_tokens, limits.max_len, store.num_blocks * store.block_size)
     many = min(limits.max_rows, most - 1) - 1
-    for (size, num_tokens), params in product(((1, 2), (1, 15), (many, most - many)), (_PLAIN, _CUT)):
+    sizes = [(1, 2), (1, 15), (many, most - many)]
+    if limits.is_deterministic:
+        sizes += [(1, 24 << power) for power in range(most.bit_length()) if 24 << power < most]
+    for (size, num_tokens), params in product(sizes, (_PLAIN, _CUT)):
         blocks = range(-(-num_tokens // store.block_size))
         decode = (_row(index, 1, 1, blocks, params) for index in range(size))
         yield (*decode, _row(size, num_tokens, 0, blocks, params))

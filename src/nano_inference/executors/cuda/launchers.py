@@ -33,12 +33,12 @@ class AttentionKernels(Protocol):
         *,
         max_queries: int = 1,
     ) -> None:
-        """Write the partial results of every split that each token sees, except the first `shared_R` positions."""
+        """Write the partial results of every split that each token sees."""
 
     def attend_groups(
         self, out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups: Groups, spec: AttentionSpec
     ) -> None:
-        """Write the partial results of the splits that the rows of each group share. All rows have one token."""
+        """Write the partial results of every split, those that rows share by tiles. All rows have one token."""
 
     def merge_splits(self, out_THD: Tensor, partials: Partials, position_T: Tensor, window: int | None) -> None:
         """Write the attention output of each token from its partial results; none at negative positions."""
@@ -107,12 +107,12 @@ class OperationKernels(Protocol):
 
 
 class ProductKernels(Protocol):
-    """The matrix product with few rows."""
+    """The matrix product whose sums have the same order for any number of rows."""
 
     def multiply(
         self, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, memory: RangeMemory
     ) -> None:
-        """Write x Wᵀ + bias for at most `records.MOST_ROWS` tokens."""
+        """Write x Wᵀ + bias."""
 
 
 class SamplingKernels(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.passes import Pass
-from nano_inference.executors.cuda.records import MOST_ROWS, HeadNorms, num_ranges
+from nano_inference.executors.cuda.records import MOST_ROWS, MOST_SPLIT_ROWS, HeadNorms, num_sums
 from nano_inference.executors.cuda.registers import Columns, Heads, Lowered, Lowering, Machine
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.models import ops
@@ -136,18 +136,12 @@ def _linear(state: Lowering, op: ops.Linear, live: frozenset[str]) -> None:
 
 def multiply(machine: Machine, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> None:
     """Write x Wᵀ + bias: few rows, and all rows of a deterministic machine, with `multiply`, others with cuBLAS."""
-    num_tokens = x_TK.size(0)
-    if num_tokens > MOST_ROWS and not machine.is_deterministic:
-        if bias_N is None:
-            torch.mm(x_TK, weight_NK.t(), out=out_TN)
-        else:
-            torch.addmm(bias_N, x_TK, weight_NK.t(), out=out_TN)
-        return
-    for start in range(0, num_tokens, MOST_ROWS):
-        size = min(MOST_ROWS, num_tokens - start)
-        machine.kernels.multiply.multiply(
-            out_TN.narrow(0, start, size), x_TK.narrow(0, start, size), weight_NK, bias_N, machine.ranges
-        )
+    if x_TK.size(0) <= MOST_ROWS or machine.is_deterministic:
+        machine.kernels.multiply.multiply(out_TN, x_TK, weight_NK, bias_N, machine.ranges)
+    elif bias_N is None:
+        torch.mm(x_TK, weight_NK.t(), out=out_TN)
+    else:
+        torch.addmm(bias_N, x_TK, weight_NK.t(), out=out_TN)
 
 
 def _reduce(state: Lowering, op: ops.Reduce, live: frozenset[str]) -> None:
@@ -181,11 +175,11 @@ def gather_logits(machine: Machine, part: Lowered, out: int, vocab_size: int) ->
     return replace(part, launches=(*part.launches, run), result=Columns(out, 0, vocab_size))
 
 
-def part_size(part: Sequence[Op]) -> int:
+def part_size(part: Sequence[Op], *, is_deterministic: bool) -> int:
     """Return how many values of scratch memory `multiply` needs for a part of a program."""
-    shapes = [(sum(op.widths), op.matrices[0].shape[1]) for op in part if isinstance(op, ops.Linear)]
-    sizes = [(num_ranges(*shape), MOST_ROWS * shape[0]) for shape in shapes]
-    return max((ranges * size for ranges, size in sizes if ranges > 1), default=0)
+    most = MOST_SPLIT_ROWS if is_deterministic else MOST_ROWS
+    linears = (op for op in part if isinstance(op, ops.Linear))
+    return max((num_sums(most, sum(op.widths), op.matrices[0].shape[1]) for op in linears), default=0)
 
 
 def _head_norm(state: Lowering, op: ops.HeadNorm, live: frozenset[str]) -> None:

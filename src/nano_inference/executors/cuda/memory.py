@@ -48,7 +48,7 @@ class Limits:
     max_tokens: int = 2048  # tokens of a pass
     lookahead: int = 16  # tokens of a window
     is_deterministic: bool = False
-    reads_prefixes_once: bool = True  # read the keys that decode rows share once; never in deterministic windows
+    reads_prefixes_once: bool = True  # read the keys that decode rows share once
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class StepMemory:
         device = next(iter(weights.stacks.values())).device
         num_heads, num_kv_heads, head_dim = head_sizes(program, kernels)
         self.limits = limits
-        num_sums = limits.max_tokens * sum_width(program.ops) if limits.is_deterministic else 0
+        num_reduced = limits.max_tokens * sum_width(program.ops) if limits.is_deterministic else 0
         self.registers = Registers(dtype, device)
         self.machine = Machine(
             kernels=kernels,
@@ -148,8 +148,8 @@ class StepMemory:
             weights=weights,
             ropes=rope_tables(program, limits.max_len, dtype, device),
             one_1=torch.ones(1, device=device),
-            ranges=range_memory(part_size(program.ops), device),
-            ranks=None if ranks is None else rank_memory(ranks, num_sums, limits.max_rows, dtype, device),
+            ranges=range_memory(part_size(program.ops, is_deterministic=limits.is_deterministic), device),
+            ranks=None if ranks is None else rank_memory(ranks, num_reduced, limits.max_rows, dtype, device),
             is_deterministic=limits.is_deterministic,
         )
         self.parts = lowered_parts(program, self.machine, limits)
@@ -175,7 +175,7 @@ class StepMemory:
             tensors=self._tensors,
             store=store,
             has_full_decode=self._has_full_decode,
-            reads_prefixes_once=self.limits.reads_prefixes_once and not self.limits.is_deterministic,
+            reads_prefixes_once=self.limits.reads_prefixes_once,
         )
 
 

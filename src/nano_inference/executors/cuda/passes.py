@@ -45,9 +45,10 @@ class AttendPart:
         if self.partials is None:
             kernels.attend_chunks(out_THD, q_THD, cache, self.rows, spec, max_queries=self.max_queries)
             return
-        if self.groups is not None:
+        if self.groups is None:
+            kernels.attend_splits(self.partials, q_THD, cache, self.rows, spec, max_queries=self.max_queries)
+        else:
             kernels.attend_groups(self.partials, q_THD, cache, self.rows, self.groups, spec)
-        kernels.attend_splits(self.partials, q_THD, cache, self.rows, spec, max_queries=self.max_queries)
         kernels.merge_splits(out_THD, self.partials, self.position_T.narrow(0, *own), spec.window)
 
 
@@ -186,10 +187,11 @@ def _mixed_parts(
 def _split_parts(
     pieces: Sequence[_Piece], memory: PartialMemory, position_T: Tensor, device: torch.device
 ) -> Iterator[AttendPart]:
-    """Yield pieces in groups that fit the memory."""
+    """Yield pieces in groups that fit the memory: those of one token, then others, whose tiles are larger."""
     begin = token = size = 0
     for index, piece in enumerate(pieces):
-        if size + piece.num_tokens > memory.num_rows:
+        is_other = piece.num_tokens > 1 and index > begin and pieces[index - 1].num_tokens == 1
+        if is_other or size + piece.num_tokens > memory.num_rows:
             yield _part(pieces[begin:index], begin, token, memory, position_T, device)
             begin, token, size = index, token + size, 0
         size += piece.num_tokens

@@ -17,11 +17,11 @@ RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 NO_WINDOW = 1 << 30
 GROUP_ROWS = 32  # rows of a group's tile: rows of the step times query heads per kv head
-MOST_ROWS = 16  # most tokens of `multiply`
-TILE_OUT, TILE_IN = 32, 128  # outputs and inputs of a tile of `multiply`
-_PROGRAMS = 264  # programs to aim at: two for each of a Hopper GPU's 132 multiprocessors
+MOST_ROWS = 16  # most tokens that `multiply` computes where cuBLAS may compute more
+MOST_SPLIT_ROWS = 256  # most tokens of a product whose ranges are computed by different programs
+TILE_OUT, TILE_IN = 32, 128  # outputs and inputs of a tile of `MOST_ROWS` tokens
+PROGRAMS = 264  # programs to aim at: two for each of a Hopper GPU's 132 multiprocessors
 _FEWEST_IN = 256
-MOST_TILES = _PROGRAMS  # most tiles of outputs of a product with several ranges: with more, one range is enough
 
 
 class Cache(NamedTuple):
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
     start_R: Tensor  # index of each row's first token, [R + 1]; the last entry is T
     length_R: Tensor  # keys of each row, those of the step included; 0 makes a row do nothing
-    shared_R: Tensor  # positions that `attend_groups` computes, a multiple of `SPLIT`; 0 for rows in no group
+    shared_R: Tensor  # positions that tiles of `Groups` compute, a multiple of `SPLIT`; 0 for rows in no group
 
 
 class Groups(NamedTuple):
@@ -59,15 +59,14 @@ class RangeMemory(NamedTuple):
     """Scratch memory of `multiply`, for the sums of ranges."""
 
     part_ZTN: Tensor
-    """float32, contiguous: at least num_ranges(N, K) · T · N values, whatever they are, if there are several ranges."""
-    done_I: Tensor  # int32, `MOST_TILES` values: zeros before and after each product
+    """float32, contiguous: at least `num_sums` values, whatever they are."""
+    done_I: Tensor  # int32, one for each tile of tokens and outputs: zeros before and after each product
 
 
 def range_memory(num_values: int, device: torch.device) -> RangeMemory:
-    """Allocate memory for products that need `num_values` sums."""
-    return RangeMemory(
-        torch.zeros(num_values, device=device), torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-    )
+    """Allocate memory for products that need `num_values` sums. With `PROGRAMS` tiles one range is enough."""
+    num_tiles = PROGRAMS * (MOST_SPLIT_ROWS // MOST_ROWS)
+    return RangeMemory(torch.zeros(num_values, device=device), torch.zeros(num_tiles, dtype=torch.int32, device=device))
 
 
 def num_splits(length: int) -> int:
@@ -96,10 +95,13 @@ class HeadNorms:
 
 
 def range_size(num_out: int, num_in: int) -> int:
-    """Return how many inputs each range has. It depends on the matrix only, never on the number of rows."""
+    """Return how many inputs each range has.
+
+    It depends on the matrix only: the ranges and `TILE_IN` are the order of the sums, which rows must not change.
+    """
     programs = -(-num_out // TILE_OUT)
     size = num_in
-    while size > _FEWEST_IN and programs * -(-num_in // size) < _PROGRAMS:
+    while size > _FEWEST_IN and programs * -(-num_in // size) < PROGRAMS:
         size = -(-size // 2 // TILE_IN) * TILE_IN
     return size
 
@@ -107,3 +109,9 @@ def range_size(num_out: int, num_in: int) -> int:
 def num_ranges(num_out: int, num_in: int) -> int:
     """Return the number of ranges Z."""
     return -(-num_in // range_size(num_out, num_in))
+
+
+def num_sums(num_tokens: int, num_out: int, num_in: int) -> int:
+    """Return how many sums of ranges a product may store."""
+    ranges = num_ranges(num_out, num_in)
+    return ranges * num_tokens * num_out if ranges > 1 and num_tokens <= MOST_SPLIT_ROWS else 0

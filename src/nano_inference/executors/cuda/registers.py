@@ -89,7 +89,7 @@ class Machine:
     one_1: Tensor  # the number 1, float32 [1]
     ranges: RangeMemory  # scratch memory of `multiply`
     ranks: RankMemory | None = None  # of a divided program
-    is_deterministic: bool = False  # compute every matrix product in tiles of `MOST_ROWS` rows, whatever their number
+    is_deterministic: bool = False  # compute every matrix product with `multiply`, whatever the number of rows
 
 
 @dataclass(slots=True)

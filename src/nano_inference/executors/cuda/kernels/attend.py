@@ -1,6 +1,6 @@
 """Launchers of the attention kernels.
 
-Decode: `attend_groups` if rows share prefixes, then `attend_splits`, then `merge_splits`. Prefill: `attend_chunks`.
+Decode: `attend_groups` if rows share prefixes, else `attend_splits`; then `merge_splits`. Prefill: `attend_chunks`.
 
 Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots of the cache, B blocks per row,
 N splits, Q tiles of rows that share a prefix, X rows per tile.
@@ -16,18 +16,22 @@ from torch import Tensor
 from nano_inference.executors.cuda.checks import check_groups, check_heads, check_queries
 from nano_inference.executors.cuda.kernels import attention
 from nano_inference.executors.cuda.kernels.variant import Variant, is_interpreted, padded
-from nano_inference.executors.cuda.records import GROUP_ROWS, NO_WINDOW, SPLIT, Cache, Groups, Partials, Rows
+from nano_inference.executors.cuda.records import GROUP_ROWS, NO_WINDOW, PROGRAMS, SPLIT, Cache, Groups, Partials, Rows
 from nano_inference.executors.torch.attention.context import AttentionSpec
 
 _DECODE_ROWS, _CHUNK_ROWS = 16, 64
-"""Rows of a tile: queries times query heads per kv head. Tiles of 16 and of `GROUP_ROWS` use the same instruction."""
+"""Rows of a tile: queries times query heads per kv head. A row has the same bits in tiles of 16 and `GROUP_ROWS`."""
+_GROUP_PROGRAMS = 4 * PROGRAMS
+"""Most programs of `attend_groups`: each computes several splits if there are more."""
+
+Kind = Literal["split", "piece", "group", "chunk"]
+"""`attend_splits` of one token or more a row, `attend_groups`, `attend_chunks`."""
 
 
-Kind = Literal["split", "group", "chunk"]
-
-
-def attend_variant(kind: Kind, dtype: torch.dtype, ratio: int, head_dim: int, *, has_cap: bool) -> Variant:
-    """Return the constants of a kernel.
+def attend_variant(
+    kind: Kind, dtype: torch.dtype, ratio: int, head_dim: int, *, has_cap: bool, num_tiles: int = 1
+) -> Variant:
+    """Return the constants of a kernel. `num_tiles` is the number of tiles of rows that share a prefix.
 
     Raises `ValueError` if the ratio or the head size is not supported.
     """
@@ -45,6 +49,8 @@ def attend_variant(kind: Kind, dtype: torch.dtype, ratio: int, head_dim: int, *,
     }
     if kind != "chunk":
         constants["SPLIT"] = SPLIT
+    if kind == "group":
+        constants["QUERY_TILES"] = padded(num_tiles)
     return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=2)
 
 
@@ -62,19 +68,19 @@ def attend_splits(
     *,
     max_queries: int = 1,
 ) -> None:
-    """Write the partial results of every split that each token sees, except the first `shared_R` positions.
+    """Write the partial results of every split that each token sees.
 
     `max_queries` is at least the tokens of each row; `q_THD` may be a slice of wider rows. The K/V of the step's tokens
     must be stored already.
     """
-    variant = _variant("split", q_THD, cache, spec)
+    rows_of_tile = max_queries * (q_THD.size(1) // cache.k_SJD.size(1))
+    variant = _variant("split" if rows_of_tile <= _DECODE_ROWS else "piece", q_THD, cache, spec)
     num_tiles, grid = _tiles(variant, rows, cache, max_queries)
     splits = out.score_THN.size(2)
     variant.launch(
         attention.attend_split,
         (*grid, splits),
         *_read(q_THD, cache, rows),
-        rows.shared_R,
         *out,
         *_strides(q_THD, cache),
         splits,
@@ -84,19 +90,22 @@ def attend_splits(
 
 
 def attend_groups(out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups: Groups, spec: AttentionSpec) -> None:
-    """Write the partial results of the splits that the rows of each group share. All rows have one token."""
-    variant = _variant("group", q_THD, cache, spec)
+    """Write the partial results of every split, those that rows share by tiles. All rows have one token."""
+    num_tiles, num_rows, num_kv = groups.row_QX.size(0), rows.length_R.size(0), cache.k_SJD.size(1)
+    variant = _variant("group", q_THD, cache, spec, num_tiles=max(num_tiles, -(-num_rows // 2)))
     check_groups(groups, variant.constants["G"])
     splits = out.score_THN.size(2)
     variant.launch(
         attention.attend_group,
-        (groups.row_QX.size(0), cache.k_SJD.size(1), splits),
+        (min((num_tiles + num_rows) * splits, -(-_GROUP_PROGRAMS // num_kv)), num_kv),
         *_read(q_THD, cache, rows),
-        groups.row_QX,
-        groups.shared_Q,
+        rows.shared_R,
+        *groups,
         *out,
         *_strides(q_THD, cache),
         splits,
+        num_tiles,
+        num_rows,
         *_scores(spec),
     )
 
@@ -132,12 +141,13 @@ def attend_chunks(
     )
 
 
-def _variant(kind: Kind, q_THD: Tensor, cache: Cache, spec: AttentionSpec) -> Variant:
+def _variant(kind: Kind, q_THD: Tensor, cache: Cache, spec: AttentionSpec, *, num_tiles: int = 1) -> Variant:
     """Check the arguments; return the constants, for the interpreter if the tensors are on the CPU."""
     check_queries(q_THD, cache)
     num_heads, head_dim = q_THD.shape[1:]
     num_kv = cache.k_SJD.size(1)
-    found = attend_variant(kind, q_THD.dtype, num_heads // num_kv, head_dim, has_cap=spec.softcap is not None)
+    ratio, has_cap = num_heads // num_kv, spec.softcap is not None
+    found = attend_variant(kind, q_THD.dtype, ratio, head_dim, has_cap=has_cap, num_tiles=num_tiles)
     return found.upcast() if is_interpreted(q_THD) else found
 
 

@@ -2,8 +2,8 @@
 
 Decode rows are split: one program per split of 256 positions, counted from 0, writes a partial result, and
 `merge_splits` adds the partial results in ascending order. Chunks are computed in one pass. Rows that share a prefix
-read its whole splits once (`attend_groups`). Tiles of keys start at multiples of the tile size, so a row's order of
-sums depends on its own positions only, not on the batch.
+read its whole splits together (`attend_groups`). Tiles of keys start at multiples of the tile size, so a row's order of
+sums depends on its own positions only, neither on the batch nor on the rows of a tile.
 
     out = Σ e^(s - max s) v / Σ e^(s - max s),   s = cap(scale · q kᵀ),   online softmax (arXiv 1805.02867)
 
@@ -105,7 +105,6 @@ def attend_split(
     table_RB: tl.tensor,
     start_R: tl.tensor,
     length_R: tl.tensor,
-    shared_R: tl.tensor,
     part_THND: tl.tensor,
     score_THN: tl.tensor,
     q_stride: tl.tensor,
@@ -137,8 +136,7 @@ def attend_split(
     last_query = tl.minimum(first_query + M // G, num_queries)
     low = tl.maximum(split * SPLIT, context + first_query + 1 - window)
     high = tl.minimum(split * SPLIT + SPLIT, context + last_query)
-    is_shared = split * SPLIT < tl.load(shared_R + row)
-    if (first_query < num_queries) & (low < high) & (not is_shared):
+    if (first_query < num_queries) & (low < high):
         place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
         query_M = first_query + place_M // G
         valid_M = (place_M < M // G * G) & (query_M < num_queries)
@@ -159,7 +157,7 @@ def attend_split(
         store_partial(part_THND, score_THN, best_M, mass_M, out_MP, head_M * num_splits + split, valid_M, D, P)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["window", "num_splits", "num_tiles", "num_rows"])
 def attend_group(
     q_TW: tl.tensor,
     k_SJD: tl.tensor,
@@ -167,6 +165,7 @@ def attend_group(
     table_RB: tl.tensor,
     start_R: tl.tensor,
     length_R: tl.tensor,
+    shared_R: tl.tensor,
     row_QX: tl.tensor,
     shared_Q: tl.tensor,
     part_THND: tl.tensor,
@@ -176,6 +175,8 @@ def attend_group(
     num_kv: tl.tensor,
     block_size: tl.tensor,
     num_splits: tl.tensor,
+    num_tiles: tl.tensor,
+    num_rows: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
     cap: tl.tensor,
@@ -185,32 +186,55 @@ def attend_group(
     M: tl.constexpr,
     C: tl.constexpr,
     SPLIT: tl.constexpr,
+    QUERY_TILES: tl.constexpr,
     HAS_CAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    """Attend for M // G decode rows over one split of their common prefix. Grid: (tiles, kv heads, splits)."""
+    """Attend for decode rows, M // G at a time over the splits of their common prefix. Grid: (programs, kv heads).
+
+    A program lists all splits there are, those of tiles before those of rows, and computes each `programs`-th of them.
+    """
     begin_kernel()
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = tl.program_id(1)
     place_M, dim_P = tl.arange(0, M), tl.arange(0, P)
-    row_M = tl.load(row_QX + tile * (M // G) + place_M // G, mask=place_M < M // G * G, other=-1)
-    valid_M = row_M >= 0
-    high_M = tl.load(length_R + row_M, mask=valid_M, other=2147483647)
-    low = tl.maximum(split * SPLIT, tl.min(high_M, 0) - window)
-    high = split * SPLIT + SPLIT
-    if (high <= tl.load(shared_Q + tile)) & (low < high):
-        token_M = tl.load(start_R + row_M, mask=valid_M, other=0).to(tl.int64)
-        head_M = token_M * (num_kv * G) + kv_head * G + place_M % G
-        q_MP = tl.load(
-            q_TW + (token_M * q_stride + (kv_head * G + place_M % G) * D)[:, None] + dim_P[None, :],
-            mask=valid_M[:, None] & (dim_P < D)[None, :],
-            other=0.0,
-        )
-        table_B = table_RB + tl.load(row_QX + tile * (M // G)).to(tl.int64) * table_stride
-        best_M, mass_M, out_MP = attend_keys(
-            q_MP, k_SJD, v_SJD, table_B, high_M - window, high_M, low, high, kv_head, num_kv, block_size, scale, cap,
-            D, P, M, C, HAS_CAP, UPCAST,
-        )  # fmt: skip
-        store_partial(part_THND, score_THN, best_M, mass_M, out_MP, head_M * num_splits + split, valid_M, D, P)
+    # list the splits: where those of each tile and of each row end
+    tile_Q, row_R = tl.arange(0, QUERY_TILES), tl.arange(0, 2 * QUERY_TILES)
+    tile_end_Q = tl.cumsum(tl.load(shared_Q + tile_Q, mask=tile_Q < num_tiles, other=0) // SPLIT, 0)
+    num_shared = tl.max(tile_end_Q, 0)
+    keys_R = tl.load(length_R + row_R, mask=row_R < num_rows, other=0)
+    shared_of_R = tl.load(shared_R + row_R, mask=row_R < num_rows, other=0)
+    first_R = tl.maximum(shared_of_R, keys_R - window) // SPLIT
+    row_end_R = num_shared + tl.cumsum(tl.maximum((keys_R + SPLIT - 1) // SPLIT - first_R, 0), 0)
+    # without `disable_licm` the compiler keeps more values in registers, and with a branch it loads keys singly
+    for index in tl.range(tl.program_id(0), tl.max(row_end_R, 0), tl.num_programs(0), disable_licm=True):
+        is_shared = index < num_shared
+        tile = tl.sum((tile_end_Q <= index).to(tl.int32), 0)
+        row = tl.sum((row_end_R <= index).to(tl.int32), 0)
+        shared_split = index - tl.max(tl.where(tile_end_Q <= index, tile_end_Q, 0), 0)
+        own_split = index - tl.max(tl.where(row_end_R <= index, row_end_R, num_shared), 0)
+        own_split += tl.sum(tl.where(row_R == row, first_R, 0), 0)
+        split = tl.where(is_shared, shared_split, own_split)
+        in_tile_M = tl.where(is_shared, place_M, M) < M // G * G
+        row_M = tl.load(row_QX + tile * (M // G) + place_M // G, mask=in_tile_M, other=-1)
+        row_M = tl.where(is_shared, row_M, tl.where(place_M < G, row, -1))
+        first_row = tl.max(tl.where(place_M == 0, row_M, -1), 0)
+        high_M = tl.load(length_R + row_M, mask=row_M >= 0, other=0)
+        valid_M = high_M > 0
+        low = tl.maximum(split * SPLIT, tl.min(tl.where(valid_M, high_M, 2147483647), 0) - window)
+        high = tl.minimum(split * SPLIT + SPLIT, tl.max(high_M, 0))
+        if low < high:
+            token_M = tl.load(start_R + row_M, mask=valid_M, other=0).to(tl.int64)
+            head_M = token_M * (num_kv * G) + kv_head * G + place_M % G
+            q_MP = tl.load(
+                q_TW + (token_M * q_stride + (kv_head * G + place_M % G) * D)[:, None] + dim_P[None, :],
+                mask=valid_M[:, None] & (dim_P < D)[None, :],
+                other=0.0,
+            )
+            best_M, mass_M, out_MP = attend_keys(
+                q_MP, k_SJD, v_SJD, table_RB + first_row.to(tl.int64) * table_stride, high_M - window, high_M, low,
+                high, kv_head, num_kv, block_size, scale, cap, D, P, M, C, HAS_CAP, UPCAST,
+            )  # fmt: skip
+            store_partial(part_THND, score_THN, best_M, mass_M, out_MP, head_M * num_splits + split, valid_M, D, P)
 
 
 @triton.jit(do_not_specialize=["window", "num_splits"])
