@@ -31,7 +31,7 @@ def zeros(M: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr) -> tl.tuple:
     """Return a matrix of zeros for each part of a tile."""
     found = ()
     for _ in tl.static_range(PARTS):
-        found += (tl.zeros([M, BN], tl.float32),)
+        found += (tl.zeros([M, BN], tl.float32),)  # type: ignore[assignment]
     return found
 
 
@@ -40,7 +40,7 @@ def added(a: tl.tuple, b: tl.tuple, PARTS: tl.constexpr) -> tl.tuple:
     """Return the sums of the parts of a and b."""
     found = ()
     for part in tl.static_range(PARTS):
-        found += (a[part] + b[part],)
+        found += (a[part] + b[part],)  # type: ignore[assignment]
     return found
 
 
