@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.models.families import MAX_POSITIONS, VOCAB_SIZE
 
-for _module in (modeling_qwen3_5, modeling_qwen3_next):
+MODULES: tuple[ModuleType, ...] = (modeling_qwen3_5, modeling_qwen3_next)
+for _module in MODULES:
     for _name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn"):
         setattr(_module, _name, getattr(_module, _name).__wrapped__)  # never kernels of installed packages
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.rl.exact import Policy, train_logprobs
 from tests.models.families import VOCAB_SIZE, make_model
+from tests.models.hybrids import HYBRIDS, make_hybrid
 
 PROMPTS = [[7, 3, 99, 21, 4, 60], [12], list(range(30, 70))]
 PARAMS = SamplingParams(max_tokens=12, seed=5, temperature=0.8)
@@ -40,7 +41,7 @@ def sampled(samples: list[TrainingSample]) -> Tensor:
 
 
 def made(name: str, directory: Path) -> Iterator[Case]:
-    model = make_model(name, directory)
+    model = (make_hybrid if name in HYBRIDS else make_model)(name, directory)
     with InferenceEngine(
         EngineConfig(model_path=str(directory), dtype="float32", device="cpu", num_threads=1)
     ) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from nano_inference.models.families import program_of
 from nano_inference.rl.exact import Policy, StaleWeights, exact_executor, exact_values, train_logprobs
 from nano_inference.rl.exact.program import DIFFERENTIABLE
 from tests.models.families import FAMILIES, make_model
+from tests.models.hybrids import HYBRIDS, MODULES, make_hybrid
 from tests.nanochat.tiny import write_checkpoint
 from tests.rl.exact_checks import PROMPTS, Case, made, sampled, texts_of
 
@@ -64,12 +66,51 @@ def test_gradients_are_those_of_transformers_in_float64(case: Case, by_layer: bo
     exact.load_state_dict({name: value.double() for name, value in case.model.state_dict().items()})
     exact.eval()
     (theirs(exact, samples, 0.8) * weight_N.double()).sum().backward()
+    check_gradients(ours, exact)
+
+
+def check_gradients(ours: dict[str, Tensor], exact: nn.Module) -> None:
     squares = torch.zeros(2, dtype=torch.float64)
     for name, value in exact.named_parameters():
         off = (ours[name] - value.grad).norm()
         assert off <= 1e-5 * value.grad.norm(), name
         squares += torch.stack([off.square(), value.grad.norm().square()])
     assert (squares[0] / squares[1]).sqrt() <= 2e-6
+
+
+def plain_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: object
+) -> tuple[Tensor, Tensor]:
+    """The gated delta rule of each token after the other, in the precision of its arguments (Transformers: float32)."""
+    each = value.size(2) // key.size(2)
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    q, k = (x.repeat_interleave(each, dim=2) for x in (q / q.size(-1) ** 0.5, k))
+    outs, state = [], value.new_zeros(*value.shape[:1], value.size(2), k.size(-1), value.size(-1))
+    for t in range(value.size(1)):
+        state = state * g[:, t].double().exp()[..., None, None]
+        delta = (value[:, t] - (state * k[:, t, ..., None]).sum(-2)) * beta[:, t, :, None]
+        state = state + k[:, t, ..., None] * delta[:, :, None]
+        outs.append((state * q[:, t, ..., None]).sum(-2))
+    return torch.stack(outs, dim=1), state
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_gradients_through_recurrent_states(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in made(name, tmp_path):
+        samples = case.samples(max_tokens=60)  # longer than a chunk
+        weights = {n: value.detach().double().requires_grad_() for n, value in case.model.named_parameters()}
+        policy = Policy(case.engine, weights)
+        policy.sync()
+        values = train_logprobs(policy, samples, temperature=0.8)
+        assert torch.equal(values, sampled(samples))
+        values.sum().backward()
+        exact = copy.deepcopy(case.model).double()
+        for module in MODULES:
+            monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", plain_rule)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)  # of norms and decays, at their places in float32
+            theirs(exact, samples, 0.8).sum().backward()
+        check_gradients({n: value.grad for n, value in weights.items() if value.grad is not None}, exact)
 
 
 def replace_by_layer(policy: Policy, by_layer: bool) -> Policy:
@@ -84,9 +125,11 @@ NANOCHAT = ("G0", "G2", "G2e", "G4")  # `test_exact_nanochat` compares their der
 def test_gradient_of_every_operation_is_compared_in_some_program(tmp_path: Path) -> None:
     """An operation that no family here has would have a gradient that no test looks at."""
     found: set[type[Any]] = set()
-    for name in (*FAMILIES, *NANOCHAT):
+    for name in (*FAMILIES, *HYBRIDS, *NANOCHAT):
         if name in FAMILIES:
             make_model(name, tmp_path / name)
+        elif name in HYBRIDS:
+            make_hybrid(name, tmp_path / name)
         else:
             write_checkpoint(tmp_path / name, name)
         found |= {type(op) for op in program_of(open_checkpoint(tmp_path / name).config).ops}

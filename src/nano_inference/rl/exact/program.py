@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.executors.torch import ops as compute
+from nano_inference.executors.torch import states
 from nano_inference.executors.torch.attention.masks import create_attention_mask
 from nano_inference.models import ops
 from nano_inference.models.program import Program, live_after
@@ -87,9 +88,11 @@ def unsupported(program: Program) -> list[str]:
 
 
 def parts_of(program: Program, *, by_layer: bool) -> list[Part]:
-    """Split a body once between two attentions, where the fewest buffers are live; one part without `by_layer`."""
+    """Split a body once between two layers, where the fewest buffers are live; one part without `by_layer`."""
     body, live = program.body, live_after(program.body, "x")
-    attends = [index for index, op in enumerate(body) if isinstance(op, ops.Attend)] if by_layer else []
+    attends = (
+        [index for index, op in enumerate(body) if isinstance(op, ops.Attend | ops.GatedDelta)] if by_layer else []
+    )
     cuts = [min(range(one, other), key=lambda i: (len(live[i]), -i)) + 1 for one, other in pairwise(attends)]
     return [Part(body[i:j], sorted(live[j - 1])) for i, j in pairwise([0, *cuts, len(body)])]
 
@@ -257,6 +260,43 @@ def _softcap(op: ops.Softcap, at: Buffers, weights: Mapping[str, Tensor], tokens
     return [compute.softcap(at[op.x], op.cap)]
 
 
+def _unzip(op: ops.Unzip, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
+    return [part.flatten(1) for part in torch.split(_heads(at[op.x], sum(op.widths)), list(op.widths), dim=2)]
+
+
+def _convolve(op: ops.Convolve, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
+    weight_C1K = weights[op.weight.name]
+
+    def convolve(group: Group, x_GLC: Tensor) -> Tensor:
+        x_GCS = functional.pad(x_GLC.transpose(1, 2), (weight_C1K.size(2) - 1, 0))
+        return functional.conv1d(x_GCS, weight_C1K, groups=weight_C1K.size(0)).transpose(1, 2)
+
+    out_TC = functional.silu(_by_group(tokens, convolve, torch.cat([at[name] for name in op.x], dim=1)))
+    return list(torch.split(out_TC, list(op.widths), dim=1))
+
+
+def _gated_delta(op: ops.GatedDelta, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
+    numbers = (weights[op.a_log.name], weights[op.dt_bias.name])
+    q_THX, k_THX, g_TH, beta_TH = compute.delta_inputs(op, at[op.q], at[op.k], at[op.a], at[op.b], *numbers)
+
+    def rule(group: Group, *inputs_GL: Tensor) -> Tensor:
+        q_LYX, k_LYX, v_LYV, g_LY, beta_LY = (x.transpose(0, 1).flatten(1, 2) for x in inputs_GL)
+        zero_YXV = v_LYV.new_zeros((v_LYV.size(1), *op.state_shape[1:]))  # Y heads of all texts: none reads another
+        out_LYV, _ = states.advanced(q_LYX, k_LYX, v_LYV, g_LY, beta_LY, zero_YXV, 0)
+        return out_LYV.view(out_LYV.size(0), group.num_texts, -1, op.v_dim).transpose(0, 1)
+
+    return [_by_group(tokens, rule, q_THX, k_THX, _heads(at[op.v], op.v_dim), g_TH, beta_TH).flatten(1)]
+
+
+def _gated_norm(op: ops.GatedNorm, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
+    normed_TYV = _rms_norm(_heads(at[op.x], op.head_dim), weights[op.weight.name], op.eps, 0.0)
+    return [normed_TYV.flatten(1) * functional.silu(at[op.gate])]
+
+
+def _gate(op: ops.Gate, at: Buffers, weights: Mapping[str, Tensor], tokens: Tokens) -> list[Tensor]:
+    return [at[op.x] * at[op.gate].sigmoid()]
+
+
 DIFFERENTIABLE: Mapping[type[Any], _Operation] = {
     ops.Embed: _embed,
     ops.Copy: _copy,
@@ -270,6 +310,11 @@ DIFFERENTIABLE: Mapping[type[Any], _Operation] = {
     ops.Activate: _activate,
     ops.GateValues: _gate_values,
     ops.Smear: _smear,
+    ops.Unzip: _unzip,
+    ops.Convolve: _convolve,
+    ops.GatedDelta: _gated_delta,
+    ops.GatedNorm: _gated_norm,
+    ops.Gate: _gate,
     ops.Widen: _copy,
     ops.Softcap: _softcap,
 }
