@@ -19,6 +19,7 @@ from nano_inference.types import EnginePaused
 from tests.engine.test_lookahead import REQUESTS, run_all
 from tests.loading import tiny_models
 from tests.models.families import FAMILIES, KINDS, make_model
+from tests.models.hybrids import HYBRIDS, make_hybrid
 from tests.nanochat.tiny import GENERATIONS, base_meta, write_checkpoint
 from tests.parallel.ranks import open_ranks
 
@@ -37,6 +38,8 @@ def config_of(path: Path, **options: Any) -> EngineConfig:
 def write_model(name: str, directory: Path) -> None:
     if name in FAMILIES:
         make_model(name, directory)
+    elif name in HYBRIDS:
+        make_hybrid(name, directory)
     else:
         write_checkpoint(directory, name, meta=base_meta(name))
 
@@ -77,7 +80,10 @@ def divisions() -> list[Any]:
     return [one if one in common else pytest.param(*one, marks=pytest.mark.nightly) for one in every]
 
 
-@pytest.mark.parametrize(("name", "size"), divisions())
+RECURRENT = (("wide-values", 2), ("equal-heads-tied", 4), ("grouped", 2))
+
+
+@pytest.mark.parametrize(("name", "size"), [*divisions(), *RECURRENT])
 def test_every_family_is_the_undivided_one(name: str, size: int, tmp_path: Path) -> None:
     write_model(name, tmp_path)
     with InferenceEngine(config_of(tmp_path)) as whole:
@@ -93,6 +99,11 @@ def test_every_family_is_the_undivided_one(name: str, size: int, tmp_path: Path)
             assert one == pytest.approx(other, abs=TOLERANCE)
         assert engine.embed(prompts[3]) == pytest.approx(embedded, abs=TOLERANCE)
         assert engine.weights_checksum() == checksum
+        (tmp_path / "STABLE").touch()
+        for weights in (str(tmp_path), dict(engine.parts.executor.weights.values())) if name in HYBRIDS else ():
+            engine.update_weights(weights, blocking=True)
+            assert engine.weights_checksum() == checksum
+        assert_same(engine.generate(prompts, params), right)
 
 
 def test_a_column_cut_inside_the_blocks_of_a_gguf_file_is_the_undivided_one(tmp_path: Path) -> None:

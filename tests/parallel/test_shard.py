@@ -9,6 +9,7 @@ import pytest
 
 from nano_inference import InferenceEngine
 from tests.models.families import make_model
+from tests.models.hybrids import make_hybrid
 from tests.parallel.test_engine import config_of
 
 FOUR_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
@@ -35,3 +36,9 @@ def test_indivisible_model_is_refused_by_what_size_does_not_divide(
     make_model("llama-ratio1-untied", tmp_path, FOUR_HEADS | changes)
     with pytest.raises(ValueError, match=f"^tensor_parallel: {message}$"):
         InferenceEngine(config_of(tmp_path, tensor_parallel=size))
+
+
+def test_linear_attention_is_divided_by_whole_key_heads(tmp_path: Path) -> None:
+    make_hybrid("plain", tmp_path)
+    with pytest.raises(ValueError, match="4 does not divide the 2 key heads of linear attention; possible: 2"):
+        InferenceEngine(config_of(tmp_path, tensor_parallel=4))

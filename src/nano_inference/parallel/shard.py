@@ -1,6 +1,7 @@
 """`shard`: divides a program among ranks, as in Megatron-LM (arXiv 1909.08053). No torch.
 
-Attention is divided by whole heads, the MLP by its inner units, and the vocabulary by ranges of ids. A `Linear` that
+Attention is divided by whole heads, the gated delta rule by whole key heads, the MLP by its inner units, and the
+vocabulary by ranges of ids. A `Linear` that
 feeds a divided buffer keeps some rows of its matrices; one that reads a divided buffer keeps some columns, and a
 `Reduce` adds the ranks' results. Other operations are replicated.
 """
@@ -9,12 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 
 from nano_inference.models.ops import (
     Activate,
     Attend,
+    Convolve,
     Embed,
+    Gate,
+    GatedDelta,
+    GatedNorm,
     GateValues,
     HeadNorm,
     Keep,
@@ -24,6 +30,7 @@ from nano_inference.models.ops import (
     Rotate,
     Store,
     TablePart,
+    Unzip,
     WeightSpec,
 )
 from nano_inference.models.program import Program
@@ -34,13 +41,15 @@ _MOST_UNEVEN = 1.05  # a preferred alignment may make the largest part this much
 _MOST_RANKS = 64
 
 
+Columns = tuple[range, ...]  # several: of a matrix with queries, keys and values
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a weight that one rank has: indices [start, stop) of dimension `axis`."""
+    """The part of a weight that one rank has: ranges of indices of dimension `axis`, one after the other."""
 
     axis: int
-    start: int
-    stop: int
+    ranges: Columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ def shard(program: Program, rank: int, size: int) -> Shard:
     vocabulary = vocabulary_part(program.vocab_size, rank, size)
     division = _Division(rank, size, vocabulary)
     body, final = division.divided(program.body, {}), division.divided(program.final, {})
-    head = division.divided(program.head, {"logits": range(vocabulary.start, vocabulary.stop)})
+    head = division.divided(program.head, {"logits": (range(vocabulary.start, vocabulary.stop),)})
     own = replace(program, body=body, final=final, head=head, vocab_size=vocabulary.size)
     return Shard(rank=rank, size=size, program=own, cuts=MappingProxyType(division.cuts), vocabulary=vocabulary)
 
@@ -101,6 +110,8 @@ def _fault(program: Program, size: int) -> str | None:
                 return f"does not divide the {op.num_heads} attention heads"
             if op.num_kv_heads % size and size % op.num_kv_heads:
                 return f"neither divides the {op.num_kv_heads} key/value heads nor is a multiple of them"
+        elif isinstance(op, GatedDelta) and op.num_k_heads % size:
+            return f"does not divide the {op.num_k_heads} key heads of linear attention"
     for op, widths in zip(program.body, _widths(program.body), strict=True):
         if isinstance(op, Activate) and widths[op.gate] % size:
             return f"does not divide the {widths[op.gate]} inner units of the MLP"
@@ -118,6 +129,13 @@ def _widths(body: Sequence[Op], given: Mapping[str, int] = MappingProxyType({}))
             widths |= zip(op.out, op.widths, strict=True)
         elif isinstance(op, Attend):
             widths[op.out] = op.num_heads * op.head_dim
+        elif isinstance(op, Unzip):
+            num_groups = widths[op.x] // sum(op.widths)
+            widths |= {name: num_groups * width for name, width in zip(op.out, op.widths, strict=True)}
+        elif isinstance(op, Convolve):
+            widths |= zip(op.out, op.widths, strict=True)
+        elif isinstance(op, GatedDelta):
+            widths[op.out] = op.num_v_heads * op.v_dim
         elif op.writes and op.reads and not set(op.writes) <= set(op.reads):
             widths |= dict.fromkeys(op.writes, widths.get(op.reads[0], 0))
     return found
@@ -135,6 +153,17 @@ def vocabulary_part(vocab_size: int, rank: int, size: int) -> VocabularyPart:
     return VocabularyPart(rank * part, min((rank + 1) * part, vocab_size), vocab_size)
 
 
+def _side_by_side(columns: Sequence[Columns], widths: Sequence[int]) -> Columns:
+    """Return columns of adjacent buffers as columns of all of them together."""
+    starts = accumulate(widths, initial=0)
+    pairs = zip(columns, starts, strict=False)
+    return tuple(range(start + one.start, start + one.stop) for ranges, start in pairs for one in ranges)
+
+
+_BY_HEAD = (HeadNorm, Rotate, Store, GateValues, Activate, Keep, Unzip, GatedNorm, Gate)
+"""Operations that compute each head, or each column, on its own."""
+
+
 @dataclass
 class _Division:
     rank: int
@@ -142,10 +171,10 @@ class _Division:
     vocabulary: VocabularyPart
     cuts: dict[str, Cut] = field(default_factory=dict)
 
-    def divided(self, part: Sequence[Op], results: Mapping[str, range]) -> tuple[Op, ...]:
+    def divided(self, part: Sequence[Op], results: Mapping[str, Columns]) -> tuple[Op, ...]:
         """Return this rank's operations; `results` are the columns of the part's divided results."""
         wanted = self._wanted(part, results)
-        own: dict[str, range] = {}  # the columns that this rank has of each divided buffer
+        own: dict[str, Columns] = {}  # the columns that this rank has of each divided buffer
         done: list[Op] = []
         for op, demand in zip(part, wanted, strict=True):
             if isinstance(op, Embed):
@@ -154,69 +183,93 @@ class _Division:
                 done += self._linear(op, demand, own)
             elif isinstance(op, Attend):
                 heads, kv = self._heads(op.num_heads, 1), self._heads(op.num_kv_heads, 1)
-                done.append(replace(op, num_heads=len(heads), num_kv_heads=len(kv)))
+                done.append(replace(op, num_heads=sum(map(len, heads)), num_kv_heads=sum(map(len, kv))))
+            elif isinstance(op, Convolve):
+                outs = [demand.get(name) or own[name] for name in op.out]
+                weight = self._cut(op.weight, Cut(0, _side_by_side(outs, op.widths)))
+                done.append(replace(op, weight=weight, widths=tuple(sum(map(len, one)) for one in outs)))
+            elif isinstance(op, GatedDelta):
+                numbers = Cut(0, self._heads(op.num_v_heads, 1))
+                a_log, dt_bias = self._cut(op.a_log, numbers), self._cut(op.dt_bias, numbers)
+                num_k, num_v = op.num_k_heads // self.size, op.num_v_heads // self.size
+                done.append(replace(op, a_log=a_log, dt_bias=dt_bias, num_k_heads=num_k, num_v_heads=num_v))
             else:
                 split = set(op.reads) & own.keys() - {"logits"}  # `Widen` and `Softcap` work on any columns
-                if split and not isinstance(op, HeadNorm | Rotate | Store | GateValues | Activate | Keep):
+                if split and not isinstance(op, _BY_HEAD):
                     raise ValueError(f"tensor_parallel: {type(op).__name__} reads {split.pop()}, which is divided")
                 done.append(op)
             own = {name: columns for name, columns in own.items() if name not in op.writes or name in op.reads}
             if isinstance(op, Attend):
                 own[op.out] = self._heads(op.num_heads, op.head_dim)
-            elif isinstance(op, Activate):
+            elif isinstance(op, Activate | GatedNorm | Gate):
                 own[op.out] = own[op.gate]
+            elif isinstance(op, GatedDelta):
+                own[op.out] = self._heads(op.num_v_heads, op.v_dim)
             own |= demand
         return tuple(done)
 
-    def _wanted(self, part: Sequence[Op], results: Mapping[str, range]) -> list[dict[str, range]]:
+    def _wanted(self, part: Sequence[Op], results: Mapping[str, Columns]) -> list[dict[str, Columns]]:
         """Return, for each operation, the columns that later operations need of the buffers that it creates."""
-        needed: dict[str, range] = dict(results)
-        found: list[dict[str, range]] = []
+        needed: dict[str, Columns] = dict(results)
+        found: list[dict[str, Columns]] = []
         for op, widths in zip(reversed(part), reversed(_widths(part)), strict=True):
             created = set(op.writes) - set(op.reads)
             found.append({name: needed.pop(name) for name in created if name in needed})
-            needed |= self._needs(op, widths, needed)
+            needed |= self._needs(op, widths, {**needed, **found[-1]})
         return found[::-1]
 
-    def _needs(self, op: Op, widths: Mapping[str, int], needed: Mapping[str, range]) -> dict[str, range]:
-        """Return the columns that this rank needs of the buffers that an operation reads."""
+    def _needs(self, op: Op, widths: Mapping[str, int], needed: Mapping[str, Columns]) -> dict[str, Columns]:
+        """Return the columns that this rank needs of the buffers that an operation reads.
+
+        `needed` are those that it and later ones need of other buffers.
+        """
         if isinstance(op, Attend):
             kv = self._heads(op.num_kv_heads, op.head_dim)
             return {op.q: self._heads(op.num_heads, op.head_dim), op.k: kv, op.v: kv}
         if isinstance(op, GateValues):
-            values = needed[op.v]
-            return {op.more: values, op.gate: range(values.start // op.head_dim, values.stop // op.head_dim)}
+            (values,) = needed[op.v]
+            return {op.more: (values,), op.gate: (range(values.start // op.head_dim, values.stop // op.head_dim),)}
+        if isinstance(op, Unzip):
+            group = sum(op.widths)
+            return {op.x: self._heads(widths[op.x] // group, group)} if {*op.out} & needed.keys() else {}
+        if isinstance(op, Convolve):
+            outs = [needed[name] for name in op.out]
+            return {op.x[0]: _side_by_side(outs, op.widths)} if len(op.x) == 1 else dict(zip(op.x, outs, strict=True))
+        if isinstance(op, GatedDelta):
+            keys, numbers = self._heads(op.num_k_heads, op.k_dim), self._heads(op.num_v_heads, 1)
+            return {op.q: keys, op.k: keys, op.v: self._heads(op.num_v_heads, op.v_dim), op.a: numbers, op.b: numbers}
+        if isinstance(op, GatedNorm | Gate):
+            return {op.gate: self._heads(widths[op.gate], 1)}
         if isinstance(op, Activate):
             columns = self._heads(widths[op.gate], 1)
             return {op.gate: columns} if op.up is None else {op.gate: columns, op.up: columns}
         return {}
 
-    def _heads(self, count: int, width: int) -> range:
+    def _heads(self, count: int, width: int) -> Columns:
         """Return this rank's columns of `count` heads; a head is shared if there are fewer heads than ranks."""
         if count % self.size:
             head = self.rank * count // self.size
-            return range(head * width, (head + 1) * width)
+            return (range(head * width, (head + 1) * width),)
         each = count // self.size * width
-        return range(self.rank * each, (self.rank + 1) * each)
+        return (range(self.rank * each, (self.rank + 1) * each),)
 
-    def _embed(self, op: Embed, demand: Mapping[str, range]) -> list[Op]:
+    def _embed(self, op: Embed, demand: Mapping[str, Columns]) -> list[Op]:
         """Divide a table by columns if its output is divided, otherwise by rows."""
         if op.out in demand:
-            columns = demand[op.out]
-            return [replace(op, table=self._cut(op.table, Cut(1, columns.start, columns.stop)))]
+            return [replace(op, table=self._cut(op.table, Cut(1, demand[op.out])))]
         num_rows = op.table.shape[0]
         rows = self._rows(num_rows)
         if op.rows == "pair":
             each = -(-num_rows // self.size)
             rows = range(min(self.rank * each, num_rows), min((self.rank + 1) * each, num_rows))
-        table = self._cut(op.table, Cut(0, rows.start, rows.stop))
+        table = self._cut(op.table, Cut(0, (rows,)))
         return [replace(op, table=table, part=TablePart(rows.start, num_rows)), Reduce(x=op.out)]
 
-    def _linear(self, op: Linear, demand: Mapping[str, range], own: Mapping[str, range]) -> list[Op]:
+    def _linear(self, op: Linear, demand: Mapping[str, Columns], own: Mapping[str, Columns]) -> list[Op]:
         if op.x in own:  # the columns of the inputs that this rank has; rank 0 alone adds a bias
             if demand:
                 raise ValueError(f"tensor_parallel: a projection of {op.x} to {', '.join(demand)} cannot be divided")
-            kept = tuple(self._cut(one, Cut(1, own[op.x].start, own[op.x].stop)) for one in op.matrices)
+            kept = tuple(self._cut(one, Cut(1, own[op.x])) for one in op.matrices)
             product = replace(op, matrices=kept, biases=op.biases if self.rank == 0 else ())
             return [product, *(Reduce(x=name) for name in op.out)]
         matrices, biases = list(op.matrices), list(op.biases)
@@ -226,11 +279,11 @@ class _Division:
                 continue
             rows = demand[name]
             if name == "logits":
-                num_rows = len(rows)
-                rows = self._rows(op.matrices[index].shape[0])
-            matrices[index] = self._cut(op.matrices[index], Cut(0, rows.start, rows.stop))
+                num_rows = sum(map(len, rows))
+                rows = (self._rows(op.matrices[index].shape[0]),)
+            matrices[index] = self._cut(op.matrices[index], Cut(0, rows))
             if biases:
-                biases[index] = self._cut(op.biases[index], Cut(0, rows.start, rows.stop))
+                biases[index] = self._cut(op.biases[index], Cut(0, rows))
         return [replace(op, matrices=tuple(matrices), biases=tuple(biases), num_rows=num_rows)]
 
     def _rows(self, num_rows: int) -> range:
@@ -243,5 +296,5 @@ class _Division:
         if self.cuts.setdefault(spec.name, cut) != cut:
             raise ValueError(f"tensor_parallel: {spec.name} is used in two ways that divide it differently")
         shape = list(spec.shape)
-        shape[cut.axis] = cut.stop - cut.start
+        shape[cut.axis] = sum(map(len, cut.ranges))
         return replace(spec, shape=tuple(shape))

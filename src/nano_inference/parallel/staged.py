@@ -46,8 +46,11 @@ class Whole:
         full = torch.empty(shape, dtype=own.dtype)
         for rank, part in enumerate(self.shards):
             cut = part.cuts[name]
-            target = full.narrow(cut.axis, cut.start, cut.stop - cut.start)
-            target.copy_(group.receive(torch.empty(target.shape, dtype=own.dtype), rank) if rank else own)
+            shape = self.specs[rank][name].shape
+            found = group.receive(torch.empty(shape, dtype=own.dtype), rank) if rank else own
+            pieces = torch.split(found, [len(one) for one in cut.ranges], dim=cut.axis)
+            for one, piece in zip(cut.ranges, pieces, strict=True):
+                full.narrow(cut.axis, one.start, len(one)).copy_(piece)
         return full
 
 
@@ -177,11 +180,23 @@ def part_of(source: WeightSource, cut: Cut | None) -> WeightSource:
     """
     if cut is None:
         return source
+    if len(cut.ranges) > 1:  # adjacent in the weight of one rank
+        parts = [part_of(source, Cut(cut.axis, (one,))) for one in cut.ranges]
+        return TensorSource(torch.cat([_tensor_of(part) for part in parts], dim=cut.axis))
+    (one,) = cut.ranges
     if isinstance(source, TensorSource):
-        return TensorSource(source.tensor.narrow(cut.axis, cut.start, cut.stop - cut.start))
+        return TensorSource(source.tensor.narrow(cut.axis, one.start, len(one)))
     if isinstance(source, FileRange | PackedTensor):
-        return source.rows(cut.start, cut.stop) if cut.axis == 0 else source.columns(cut.start, cut.stop)
+        return source.rows(one.start, one.stop) if cut.axis == 0 else source.columns(one.start, one.stop)
     raise TypeError(f"tensor_parallel: weights of the kind {type(source).__name__} cannot be divided")
+
+
+def _tensor_of(source: WeightSource) -> Tensor:
+    if isinstance(source, TensorSource):
+        return source.tensor
+    tensor = torch.empty(source.shape, dtype=DTYPES.get(source.dtype, torch.float32))
+    source.read_into(tensor)
+    return tensor
 
 
 def parts_of(sources: Mapping[str, WeightSource], part: Shard) -> dict[str, WeightSource]:
