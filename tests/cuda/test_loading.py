@@ -25,6 +25,7 @@ from tests.cuda.plain import plain_kernels
 from tests.executors.random_programs import Writer
 from tests.loading import tiny_models
 from tests.models.families import make_model
+from tests.models.hybrids import make_hybrid
 
 CUDA = torch.device("cuda")
 
@@ -112,3 +113,14 @@ def test_the_largest_steps_fit_the_memory_that_is_reserved_for_them(tmp_path: Pa
     for rows in largest_steps(limits, 4):
         results = executor.run(rows, (), ())
         assert set(results) == set(range(limits.max_rows)) and all(len(one.tokens) == 1 for one in results.values())
+
+
+def test_a_model_with_recurrent_states_is_computed_by_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_hybrid("plain", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    with caplog.at_level(logging.INFO, "nano_inference"):
+        assert load_cuda_model(checkpoint, CPU, plain_kernels(), config_of(tmp_path)).code == "torch"
+    (line,) = (one.getMessage() for one in caplog.records)
+    assert line == "torch computes Qwen3_5ForCausalLM: the CUDA kernels do not support recurrent states"
+    with pytest.raises(ValueError, match="deterministic: the CUDA kernels do not support .* recurrent states"):
+        load_cuda_model(checkpoint, CPU, plain_kernels(), config_of(tmp_path, deterministic=True))
