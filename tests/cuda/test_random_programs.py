@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
     "seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(16, 100))]
 )
 def test_random_programs_agree_with_torch(seed: int, is_deterministic: bool) -> None:
-    writer = Writer(random.Random(seed), most_head_norms=1)
+    writer = Writer(random.Random(seed), most_head_norms=1, is_plain=True)
     program, config = writer.program(), writer.config()
     weights = random_weights(program, torch.Generator().manual_seed(seed))
     limits = Limits(max_len=MAX_LEN, max_rows=4, max_tokens=400, is_deterministic=is_deterministic)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nano_inference.core.step import Row
+from nano_inference.core.step import Row, RowState
 from nano_inference.executors.batch import in_step_order
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.ops import (
@@ -16,8 +16,12 @@ from nano_inference.models.ops import (
     Activation,
     Add,
     Attend,
+    Convolve,
     Copy,
     Embed,
+    Gate,
+    GatedDelta,
+    GatedNorm,
     GateValues,
     HeadNorm,
     Keep,
@@ -30,6 +34,7 @@ from nano_inference.models.ops import (
     Smear,
     Softcap,
     Store,
+    Unzip,
     WeightSpec,
     Widen,
 )
@@ -38,6 +43,7 @@ from tests.rows import make_row
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 MAX_LEN = 96
+NUM_STATES = 24
 
 
 @dataclass
@@ -46,6 +52,7 @@ class Writer:
 
     rng: random.Random
     most_head_norms: int = 2
+    is_plain: bool = False  # without recurrent states and gated heads
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -56,6 +63,8 @@ class Writer:
         self.vocab_size = rng.randint(20, 70)
         self.padded = self.vocab_size + rng.choice((0, 0, 5))
         self.num_layers = rng.randint(1, 3)
+        some = {i for i in range(self.num_layers) if self.is_plain or self.chance()}
+        self.attends = sorted({*some, rng.randrange(self.num_layers)})
         self.ropes = tuple(
             RopeConfig(
                 rotary_dim=rng.choice((self.head_dim, 2)), theta=rng.choice((50.0, 1e4)), reverse=rng.random() < 0.3
@@ -124,18 +133,59 @@ class Writer:
             ops.append(Mix(x="x", y=self.rng.choice(("start", "pair")), out="x", a=self.number(), b=self.number()))
         if self.chance(0.3):
             ops.append(Mix(x="x", y="start", out="x", a=None, b=self.number(), sign=-1))
-        ops += [self.norm("x", "n"), *self.attention(index)]
-        ops += [Keep()] if index == self.num_layers - 1 else []
-        width = self.num_heads * self.head_dim
-        ops += [self.linear("att", width, {"y": self.size}), *self.residual("y")]
+        keep = [Keep()] if index == self.num_layers - 1 else []
+        mixer = self.attention(self.attends.index(index), keep) if index in self.attends else self.delta(index, keep)
+        ops += [self.norm("x", "n"), *mixer, *self.residual("y")]
         if self.chance(0.2):
             ops += [self.linear("x", self.size, {"y": self.size}), Add(x="x", y="y", out="x")]
         return [*ops, self.norm("x", "n"), *self.mlp(), *self.residual("y")]
 
-    def attention(self, index: int) -> list[Op]:
-        """Return attention: heads normalised and rotated in any order, values optionally gated."""
-        dim, num_kv = self.head_dim, self.num_kv * self.head_dim
-        ops: list[Op] = [self.linear("n", self.size, {"q": self.num_heads * dim, "k": num_kv, "v": num_kv})]
+    def delta(self, index: int, keep: list[Op]) -> list[Op]:
+        """Return the gated delta rule with its projections, from several matrices or grouped by key head."""
+        rng, state = self.rng, 2 * sum(one not in self.attends for one in range(index))
+        num_k, each, k_dim, v_dim = (
+            rng.randint(1, 2),
+            rng.randint(1, 3),
+            rng.randint(1, 20),
+            rng.choice((3, 16, 32, 70)),
+        )
+        keys, num_v, values = num_k * k_dim, num_k * each, num_k * each * v_dim
+        if is_grouped := self.chance():
+            widths = (k_dim, k_dim, each * v_dim, each * v_dim)
+            ops: list[Op] = [
+                self.linear("n", self.size, {"qkvz": num_k * sum(widths)}),
+                Unzip(x="qkvz", out=("q", "k", "v", "z"), widths=widths),
+                self.linear("n", self.size, {"ba": 2 * num_v}),
+                Unzip(x="ba", out=("b", "a"), widths=(each, each)),
+            ]
+        else:
+            ops = [self.linear("n", self.size, {"qkv": 2 * keys + values, "z": values, "b": num_v, "a": num_v})]
+        self.num_named += 1
+        weight = WeightSpec(f"v{self.num_named}", (2 * keys + values, 1, rng.randint(2, 5)), "vector")
+        numbers = [WeightSpec(f"n{self.num_named}{name}", (num_v,), "number") for name in "ab"]
+        gated = GatedNorm(x="y", gate="z", out="y", weight=self.vector(v_dim), eps=1e-6, head_dim=v_dim)
+        return [
+            *ops,
+            Convolve(
+                x=("q", "k", "v") if is_grouped else ("qkv",), out=("q", "k", "v"), widths=(keys, keys, values),
+                weight=weight, state=state,
+            ),
+            GatedDelta(
+                q="q", k="k", v="v", a="a", b="b", out="y", a_log=numbers[0], dt_bias=numbers[1], num_k_heads=num_k,
+                num_v_heads=num_v, k_dim=k_dim, v_dim=v_dim, state=state + 1,
+            ),
+            *keep,
+            gated if self.chance(0.7) else Gate(x="y", gate="z", out="y"),
+            self.linear("y", values, {"y": self.size}),
+        ]  # fmt: skip
+
+    def attention(self, index: int, keep: list[Op]) -> list[Op]:
+        """Return attention: heads normalised and rotated in any order, values and heads optionally gated."""
+        dim, num_kv, num_q = self.head_dim, self.num_kv * self.head_dim, self.num_heads * self.head_dim
+        is_gated = not self.is_plain and self.chance(0.4)
+        queries = {"qg": 2 * num_q} if is_gated else {"q": num_q}
+        ops: list[Op] = [self.linear("n", self.size, queries | {"k": num_kv, "v": num_kv})]
+        ops += [Unzip(x="qg", out=("q", "og"), widths=(dim, dim))] if is_gated else []
         if self.chance(0.4):
             table = self.matrix(self.padded, num_kv)
             ops += [
@@ -155,7 +205,11 @@ class Writer:
             head_dim=dim, scale=self.rng.choice((0.2, 1 / dim)), window=self.rng.choice((None, None, 1, 9)),
             softcap=self.rng.choice((None, None, 3.0)),
         )  # fmt: skip
-        return [*ops, *steps, Store(k="k", v="v", layer=index, head_dim=dim), attend]
+        gate = [Gate(x="att", gate="og", out="att")] if is_gated else []
+        return [
+            *(*ops, *steps, Store(k="k", v="v", layer=index, head_dim=dim), attend, *keep, *gate),
+            self.linear("att", num_q, {"y": self.size}),
+        ]
 
     def mlp(self) -> list[Op]:
         """Return a gated MLP, or one with relu²."""
@@ -205,22 +259,39 @@ def random_weights(program: Program, generator: torch.Generator) -> dict[str, Te
 def random_steps(
     rng: random.Random, vocab_size: int, block_size: int
 ) -> tuple[list[tuple[tuple[Row, ...], list[int]]], int]:
-    """Return ragged steps of several sequences over shuffled blocks, with the kept rows, and the number of blocks."""
+    """Return ragged steps of several sequences over shuffled blocks, with the kept rows, and the number of blocks.
+
+    A sequence's state moves between `NUM_STATES` slots, and some rows continue from a snapshot of it.
+    """
     num_texts = rng.randint(1, 5)
     texts = [[rng.randrange(vocab_size) for _ in range(MAX_LEN)] for _ in range(num_texts)]
     per_text = -(-MAX_LEN // block_size)
     blocks = list(range(num_texts * per_text))
     rng.shuffle(blocks)
-    ends, steps = [0] * num_texts, []
+    ends, steps, slots = [0] * num_texts, [], list(range(num_texts))
+    snapshots: dict[int, tuple[int, int]] = {}  # a text's position, and the slot of its state there
     for _ in range(rng.randint(2, 4)):
         rows = []
+        free = list({*range(NUM_STATES)} - {*slots} - {slot for _, slot in snapshots.values()})
+        rng.shuffle(free)
         for i in range(num_texts):
+            source = slots[i]
+            if i in snapshots and rng.random() < 0.4:
+                ends[i], source = snapshots[i]
             start, end = ends[i], min(MAX_LEN, ends[i] + rng.choice((0, 1, 1, 2, 7, 30)))
             if start < end:
+                if source != slots[i] or rng.random() < 0.3:
+                    slots[i] = free.pop()
+                saves: list[tuple[int, int]] = []
+                if i not in snapshots and rng.random() < 0.5:
+                    snapshots[i] = (rng.randint(start + 1, end), free.pop())
+                    saves = [snapshots[i]]
                 ends[i] = end
                 table = tuple(blocks[i * per_text : i * per_text + -(-end // block_size)])
+                state = RowState(slots[i], source, tuple(saves))
                 previous = texts[i][start - 1] if start else -1
-                rows.append(make_row(i, tuple(texts[i][start:end]), prev_token=previous, start=start, blocks=table))
+                fields = {"prev_token": previous, "start": start, "blocks": table, "state": state}
+                rows.append(make_row(i, tuple(texts[i][start:end]), **fields))
         if rows:
             ordered = in_step_order(tuple(rows))
             places = range(sum(len(row.tokens) for row in ordered))

@@ -17,7 +17,7 @@ from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.sources import TensorSource
 from nano_inference.models import ops
-from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
+from tests.executors.random_programs import MAX_LEN, NUM_STATES, Writer, random_steps, random_weights
 
 NUM_PROGRAMS = 50
 BLOCK_SIZES = (1, 4, 16)
@@ -43,13 +43,17 @@ def test_executors_agree_on_random_programs(seed: int, library: Library) -> None
     steps, num_blocks = random_steps(random.Random(seed + 1000), program.vocab_size, block_size)
     for executor in (ours, plain):
         load_weights(executor, {name: TensorSource(weight) for name, weight in weights.items()})
-        executor.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size))
+        executor.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size, num_states=NUM_STATES))
+    slots_ZF = ours.store.cache.slots_ZF
+    assert slots_ZF is not None
     for rows, kept in steps:
         with torch.inference_mode():
             right = plain.hidden(rows, kept)
+            before_ZF = slots_ZF.clone()
             mine = ours.hidden(rows, kept).clone()
             assert relative_difference(mine, right) <= 1e-5
             assert relative_difference(ours.final(mine), plain.final(right)) <= 1e-5
+            slots_ZF.copy_(before_ZF)  # rows advance the states that they start from
             logits = ours.step_logits(rows, kept).clone()
             assert torch.equal(ours.logits(mine), logits)
             assert relative_difference(logits, plain.logits(right)) <= 1e-5

@@ -212,5 +212,7 @@ def new_store(
     sizes = {(layer.num_kv_heads, layer.head_dim) for layer in program.caches}
     if len(sizes) != 1:
         raise ValueError(f"layers with different sizes of keys and values are not supported: {sorted(sizes)}")
-    states = StateSlots(program, num_states, device)
-    return KVStore(len(program.caches), num_blocks, block_size, *sizes.pop(), dtype, device, states)
+    store = KVStore(len(program.caches), num_blocks, block_size, *sizes.pop(), dtype, device)
+    if program.states:
+        store.states = StateSlots(program, num_states, device)
+    return store

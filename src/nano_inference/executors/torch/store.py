@@ -28,7 +28,6 @@ class KVStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        states: StateSlots | None = None,
     ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -36,7 +35,7 @@ class KVStore:
         self._heads = (num_kv_heads, head_dim)
         self._dtype = dtype
         self._device = device
-        self.states = states
+        self.states: StateSlots | None = None  # of a program with recurrent states
         self._make(self._shape)
 
     def restore(self) -> None:
