@@ -21,17 +21,33 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from nano_inference.core.step import RowState
+from nano_inference.executors import step_input
 from nano_inference.executors.cpu import native
 from nano_inference.executors.cpu.compile import Isa, compile_library, sources
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
+from nano_inference.executors.cpu.executor import state_rows
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.matrix import Matrix
 from nano_inference.executors.cpu.native import Cache, Continuation, NativeProgram
-from nano_inference.executors.cpu.program import Activate, Embed, Keep, Product, Program, Softcap
+from nano_inference.executors.cpu.program import (
+    Activate,
+    Arrange,
+    Convolve,
+    Delta,
+    Embed,
+    Gate,
+    GatedNorm,
+    Keep,
+    Product,
+    Program,
+    Softcap,
+)
 from nano_inference.executors.sampling import WholeVocabulary, draw
 from tests.kernels import reference, steps
 from tests.kernels.steps import FORMATS, Shape, Span
@@ -106,6 +122,54 @@ def check_rows(library: Library) -> None:
             assert torch.allclose(got, reference.run_rows(program, {"x": x_SW})["y"], atol=1e-4, equal_nan=True)
 
 
+def delta_program(library: Library, v_dim: int) -> Program:
+    """Return the operations of layers with states, with 2 key heads of 7 and 4 value heads, from tables of tokens."""
+    keys, values, taps = 2 * 2 * 7, 4 * v_dim, 3
+    channels = keys + values
+    widths = {"rows": channels + 8, "gate": values, "x": channels, "y": channels, "o": values}
+    rows, gates = (steps.make_matrix(library, "float32", 70, widths[name], seed=1) for name in ("rows", "gate"))
+    weights = {"a_log": torch.zeros(4), "dt_bias": torch.zeros(4)}
+    ops = (
+        Embed(out="rows", table=rows),
+        Embed(out="gate", table=gates),
+        Arrange(x="rows", out="x", pieces=torch.arange(channels, dtype=torch.int32), dim=1),
+        Convolve(x="x", out="y", weight=torch.randn(taps, channels), state=0),
+        Delta(
+            x="y", more="rows", a=channels, b=channels + 4, out="o", **weights,
+            num_k_heads=2, num_v_heads=4, k_dim=7, state=(taps - 1) * channels,
+        ),
+        GatedNorm(x="o", more="gate", column=0, out="o", weight=torch.ones(v_dim), eps=1e-6, head_dim=v_dim),
+        Gate(x="o", more="gate", column=0, out="o"),
+    )  # fmt: skip
+    return Program(ops=ops, widths=widths)
+
+
+def check_states(library: Library) -> None:
+    """A fork of a snapshot, and tokens one by one, have the bits of the whole row; others than it are left alone."""
+    tokens = torch.randint(70, (40,)).tolist()
+    for v_dim in (13, 32, 45):
+        program = NativeProgram(library, delta_program(library, v_dim))
+        slots_ZF = torch.full((4, 2 * (28 + 4 * v_dim) + 4 * 7 * v_dim), torch.nan)
+        cache = Cache(torch.zeros(64), torch.zeros(64), 16, 16, slots_ZF)
+
+        def run(
+            start: int, end: int, state: RowState, program: NativeProgram = program, cache: Cache = cache
+        ) -> torch.Tensor:
+            span = Span(tuple(tokens[start:end]), start, (0, 1, 2))
+            row = step_input.Span(0, end - start, start, (0, 1, 2), state)
+            program.run(replace(steps.layout_of((span,)), states=state_rows([row])), cache)
+            return program.buffer("o", end - start).clone()
+
+        whole = run(0, 40, RowState(0, 0, ((1, 2), (25, 1))))
+        assert torch.equal(run(25, 40, RowState(3, 1)), whole[25:])
+        assert torch.equal(slots_ZF[3], slots_ZF[0])
+        one_by_one = [run(at, at + 1, RowState(2, 2)) for at in range(1, 25)]
+        assert torch.equal(torch.cat(one_by_one), whole[1:25])
+        assert torch.equal(slots_ZF[2], slots_ZF[1])
+        assert torch.equal(run(25, 26, RowState(2, 2, ((26, 0),))), whole[25:26])
+        assert torch.equal(slots_ZF[2], slots_ZF[0]) and slots_ZF.isfinite().all()
+
+
 def check_draws(library: Library) -> None:
     for vocab_size in (1, 7, 513, 1040):
         logits_BV = 3 * torch.randn(5, vocab_size)
@@ -122,7 +186,7 @@ def check_draws(library: Library) -> None:
 
 def check_all(library: Library) -> None:
     torch.manual_seed(0)
-    for check in (check_products, check_attention, check_continuation, check_rows, check_draws):
+    for check in (check_products, check_attention, check_continuation, check_rows, check_states, check_draws):
         check(library)
     library.close()
 

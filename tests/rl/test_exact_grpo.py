@@ -14,6 +14,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample, WeightError
 from nano_inference.rl.exact import Policy, StaleWeights, train_logprobs
 from tests.models.families import make_model
+from tests.models.hybrids import HYBRIDS, make_hybrid
 
 PROMPTS = [[7, 3, 99, 21, 4, 60], [12], list(range(30, 70))]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8)
@@ -68,11 +69,13 @@ class Loop:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Iterator[transformers.PreTrainedModel]:
-    yield make_model("llama3-rope-ratio3-tied", tmp_path)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[transformers.PreTrainedModel]:
+    name = getattr(request, "param", "llama3-rope-ratio3-tied")
+    yield (make_hybrid if name in HYBRIDS else make_model)(name, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama3-rope-ratio3-tied", "equal-heads-tied", "grouped"], indirect=True)
 def test_ratios_are_1_and_the_kl_starts_at_0(model: transformers.PreTrainedModel, tmp_path: Path) -> None:
     rewards, kls = Loop().run(model, tmp_path, 20)
     assert kls[0] == 0 < min(kls[1:])

@@ -95,7 +95,8 @@ def load_rank(
             if other != own:
                 raise ValueError(f"tensor_parallel: rank {rank} has another checkpoint than rank {links.rank}")
         part = shard(program, links.rank, links.size)
-        kernels = kernels or pick_cuda_kernels(config, device)
+        # Torch computes recurrent states on every device.
+        kernels = None if program.states else kernels or pick_cuda_kernels(config, device)
         if config.deterministic and kernels is None:
             raise ValueError("deterministic: ranks require the CUDA kernels (docs/cuda.md)")
         executor: Executor
