@@ -318,7 +318,7 @@ class Judge:
             model_path=str(self.world.checkpoint.directory),
             device="cpu",
             kernels=self.world.config.kernels,
-            kv_cache_bytes=512 * self.world.checkpoint.kv_bytes_per_token,
+            kv_cache_bytes=self.world.checkpoint.cache_bytes(512),
             max_model_len=self.world.config.max_model_len,
             logprobs_mode=self.world.config.logprobs_mode,
         )

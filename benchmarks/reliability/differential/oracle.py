@@ -30,12 +30,17 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], versions: Sequence[int], num_kept: int) -> Tensor:
-        """Return the float32 logits [K, V] of the last positions; each position's K/V is of its own version."""
+        """Return the float32 logits [K, V] of the last positions; each position's K/V is of its own version.
+
+        A recurrent state was advanced by the version of each position in turn.
+        """
         if len(set(versions)) == 1:
             model = self.models[versions[0]]
             out = model(torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=num_kept)
             return out.logits[0].float()
-        cache = transformers.DynamicCache()
+        config = self.models[versions[0]].config
+        has_states = "linear_attention" in (getattr(config, "layer_types", None) or ())
+        cache = transformers.DynamicCache(config=config) if has_states else transformers.DynamicCache()
         parts: list[Tensor] = []
         start = 0
         for version, run in groupby(versions):

@@ -1,4 +1,4 @@
-"""Which weights computed which slot of the KV cache, written down beside a runner.
+"""Which weights computed which slot of the KV cache, and which states, written down beside a runner.
 
 With `on_running="keep"` a token's log-probability depends on the versions that computed the K/V before it. Those are
 decided by the steps (preemption, prefix hits), so they are recorded here and not guessed.
@@ -45,8 +45,9 @@ class Node:
 class Recorder:
     """A runner that passes every step on and records it. Raises `AssertionError` for a read of a wrong slot."""
 
-    def __init__(self, inner: Runner, num_blocks: int, block_size: int) -> None:
+    def __init__(self, inner: Runner, num_blocks: int, block_size: int, num_states: int) -> None:
         self._inner = inner
+        self._states: list[Node | None] = [None] * num_states  # the last position that a state has seen
         self._block_size = block_size
         self._num_slots = num_blocks * block_size
         self._slots: list[Node | None] = [None] * self._num_slots
@@ -99,6 +100,8 @@ class Recorder:
             assert found is not None, f"request {row.request_id} read position {position}, which no row wrote"
             assert found.parent is node, f"request {row.request_id} read another text's K/V at position {position}"
             node = found
+        if row.state is not None and row.start:
+            assert self._states[row.state.source] is node, f"request {row.request_id} read another text's state"
         return node
 
     def _write(self, row: Row, node: Node, result: RowResult) -> None:
@@ -111,4 +114,10 @@ class Recorder:
             self._slots[self._slot(row, row.start + place)] = node
             if row.num_sampled and place >= first_draw:
                 drawn.setdefault(node.depth, []).append(node)
+            if row.state is not None:
+                for count, slot in row.state.saves:
+                    if count == node.depth:
+                        self._states[slot] = node
+        if row.state is not None:
+            self._states[row.state.slot] = node
         self.num_drafts += row.num_drafts

@@ -118,9 +118,9 @@ def make_world(
         model_path=str(directory),
         device="cpu",
         kernels="auto" if path == "c" else "off",
-        cache_type=rng.choice(["paged", "radix"]),
+        cache_type="radix" if checkpoint.state_bytes else rng.choice(["paged", "radix"]),
         block_size=block_size,
-        kv_cache_bytes=-(-num_tokens // block_size) * block_size * checkpoint.kv_bytes_per_token,
+        kv_cache_bytes=checkpoint.cache_bytes(-(-num_tokens // block_size) * block_size),
         max_model_len=rng.choice([100, 180, 256]),
         max_batch_size=rng.choice([1, 4, 8, 16]),
         max_tokens_per_batch=rng.choice([4, 16, 64, 512]),
@@ -139,7 +139,7 @@ def make_world(
         parts = replace(parts, runner=wrap(parts.runner))
     recorder = None
     if rng.random() < 0.75:
-        recorder = Recorder(parts.runner, parts.kv.num_blocks, parts.kv.block_size)
+        recorder = Recorder(parts.runner, parts.kv.num_blocks, parts.kv.block_size, parts.kv.num_states)
         parts = replace(parts, runner=recorder)
     engine = InferenceEngine(config, parts=parts)
     if recorder is not None:
