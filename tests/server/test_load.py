@@ -74,6 +74,7 @@ def test_defaults_of_generation_config(opinionated: Path, fields: dict[str, Any]
     unnamed, likeliest, plain = texts
     assert likeliest != plain and unnamed == (likeliest if is_used else plain)
     assert reported["generation_config"] == ("auto" if is_used else "none")
+    assert reported["state_slots"] == 0, "the model has no recurrent states"
     wanted = OWN if is_used else {"top_k": 0, "temperature": 1.0}
     assert {name: reported["sampling_defaults"][name] for name in OWN} == wanted
     assert {name: reported["chat_defaults"][name] for name in OWN} == OWN, "the chat page always uses the model's own"

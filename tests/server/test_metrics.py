@@ -331,3 +331,12 @@ def test_model_name_is_escaped(name: str) -> None:
     assert value(metrics, "vllm:cache_config_info", model_name=name, cache_dtype=name) == 1
     plain = [line.split("{")[0].split(" ")[0] for line in new(cache_dtype="x").render().decode().split("\n")]
     assert [line.split("{")[0].split(" ")[0] for line in metrics.render().decode().split("\n")] == plain
+
+
+def test_snapshots_of_states_and_samples_that_start_from_them_are_counted() -> None:
+    engine, metrics = InferenceEngine(fake_config(), parts=fake_parts("radix", 60, 4, num_states=8)), new()
+    for _ in range(2):
+        engine.add_request(list(range(12)), SamplingParams(max_tokens=3, ignore_eos=True, seed=1))
+        serve(engine, metrics, 1)
+    assert value(metrics, "nano_inference_state_snapshots") == engine.parts.kv.states.num_snapshots == 2
+    assert value(metrics, "nano_inference_state_hits_total") == 1

@@ -19,7 +19,7 @@ ONE = SamplingParams(max_tokens=1, seed=1, ignore_eos=True)
 
 
 def history(seed: int) -> Counter[str]:
-    """Run one random history of two turns; return what happened in it."""
+    """Run one random history, of two turns if the seed is a multiple of 4; return what happened in it."""
     rng = random.Random(seed)
     guesses = seed % 2 == 1
     make_engine = partial(versioned_engine, num_states=rng.choice([2, 3, 4, 6, 10, 20, 60]))
@@ -27,7 +27,7 @@ def history(seed: int) -> Counter[str]:
     world = make_world(seed, "radix", tight=seed % 3 > 0, guesses=guesses, lookahead=lookahead, make_engine=make_engine)
     fail_sometimes(world, rng)
     counts: Counter[str] = Counter()
-    for _ in range(2):
+    for _ in range(2 if seed % 4 == 0 else 1):
         run_world(world)
         assert world.engine.parts.kv.states.num_held == 0
         world.arrivals = next_turns(world, rng)
@@ -175,6 +175,30 @@ def test_snapshots_are_counted() -> None:
     assert engine.tick().stats.num_state_hits == 1
 
 
+def hit_rate(engine: InferenceEngine, *, drops_thoughts: bool) -> float:
+    """Run ten conversations of six turns in turn; return the part of their prompts' tokens that was cached."""
+    rng = random.Random(3)
+    system = [rng.randrange(20, 40) for _ in range(60)]
+    texts = [list(system) for _ in range(10)]
+    num_cached = num_prompt = 0
+    for _ in range(6):
+        for text in texts:
+            text += [rng.randrange(50) for _ in range(rng.randrange(10, 40))]
+            params = SamplingParams(max_tokens=rng.randrange(20, 60), seed=rng.randrange(9), ignore_eos=True)
+            sample = engine.generate([[*text, 41, 42, 43]], params)[0]  # the answer begins; with a thought
+            text += [41, *sample.completion_tokens[10:]] if drops_thoughts else [41, 42, 43, *sample.completion_tokens]
+            num_cached, num_prompt = num_cached + sample.num_cached_tokens, num_prompt + len(sample.prompt_tokens)
+    return num_cached / num_prompt
+
+
+@pytest.mark.parametrize(("drops_thoughts", "least"), [(False, 0.98), (True, 0.95)])
+def test_conversations_hit_nearly_as_often_as_without_states(drops_thoughts: bool, least: float) -> None:
+    states, dense = (
+        hit_rate(state_engine(num_states, num_blocks=4000), drops_thoughts=drops_thoughts) for num_states in (64, 0)
+    )
+    assert least * dense < states <= dense and dense > 0.7, (states, dense)
+
+
 def test_256_requests_with_20_slots_end_in_the_order_of_their_arrival() -> None:
     engine = state_engine(20, num_blocks=4000, max_batch_size=256)
     ids = [
@@ -183,7 +207,8 @@ def test_256_requests_with_20_slots_end_in_the_order_of_their_arrival() -> None:
     ]
     ended: list[int] = []
     started: list[int] = []
-    while len(ended) < 256:
+    most_steps = -(-256 // 10) * (20 + 1)  # a step for the prompts of ten samples, which need few, and one a token
+    for _ in range(most_steps):
         result = engine.tick()
         assert result.stats.num_running <= 10 and result.stats.num_preempted == 0
         started += [request_id for request_id, _ in result.started]

@@ -17,6 +17,7 @@ from nano_inference.core.step import Row, RowResult, RowState
 SLOTS_PER_SEQUENCE = 2
 """A running sequence's slot, and one for its draft tokens or for a snapshot that another one starts from."""
 _MIN_REACH = 8  # fewest tokens that a snapshot where prompts diverge saves
+_ENDING = 8  # tokens at a prompt's end that the next turn may lack: those that begin an answer, and a thought
 _STEP = 256  # tokens of a prompt after which a spare snapshot is kept, and after twice as many each time
 
 
@@ -106,11 +107,11 @@ def _keep(kv: KVManager, seq: Sequence, slot: int, position: int, salt: Salt | N
 def _snapshots_of(seq: Sequence, reach: int) -> tuple[int, ...]:
     """Return after how many tokens a sequence that starts keeps snapshots, ascending.
 
-    Before the prompt's last token, where samples and conversations diverge; where its prefix in the cache ends, because
-    other prompts may share it; and at powers of 2 within a long prompt.
+    Before the prompt's last token, where samples diverge, and shortly before, where conversations do whose thoughts are
+    dropped; where its prefix in the cache ends, because other prompts may share it; at powers of 2 within a long prompt.
     """
     start, last = seq.num_computed, seq.num_prompt - 1
-    found = {last}
+    found = {last, seq.num_prompt - _ENDING} if last >= 8 * _ENDING else {last}
     if reach >= start + _MIN_REACH:
         found.add(reach)
     count = _STEP
