@@ -354,8 +354,7 @@ def model_forward(
     counts = [-(-len(text) // block_size) for text in texts]
     if cache is None:
         owner: Any = model.copy()
-        num_states = len(texts) if model.program.states else 0
-        owner.cache.allocate(CacheSize(num_blocks=sum(counts), block_size=block_size, num_states=num_states))
+        owner.cache.allocate(CacheSize(num_blocks=sum(counts), block_size=block_size, num_states=len(texts)))
         model, cache = owner, owner.store
     elif sum(counts) > cache.num_blocks:
         raise ValueError(f"cache: has {cache.num_blocks} blocks of {block_size} tokens, {sum(counts)} are needed")
@@ -363,11 +362,7 @@ def model_forward(
     whole = {"prev_token": -1, "start": 0, "num_sampled": 0, "params": SamplingParams()}  # samples nothing
     rest: dict[str, Any] = whole | {"logprobs_mode": "raw", "seed": 0, "sample_index": 0}
     pairs = enumerate(zip(texts, tables, strict=True))
-    has_states = bool(model.program.states)
-    rows = tuple(
-        Row(id=index, tokens=text, blocks=table, state=RowState(index, index) if has_states else None, **rest)
-        for index, (text, table) in pairs
-    )
+    rows = tuple(Row(id=i, tokens=text, blocks=table, state=RowState(i, i), **rest) for i, (text, table) in pairs)
     ordered = in_step_order(rows)
     logits_TV = model.forward(build(ordered, block_size, model.device), cache)
     start_of = {row.id: start for row, start in zip(ordered, offsets(ordered), strict=True)}

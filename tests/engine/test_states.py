@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.build import count_states
 from nano_inference.cli import doctor
+from nano_inference.compat import model_forward
 from nano_inference.loading.checkpoint import open_checkpoint
 from tests.models.hybrids import make_hybrid
 
@@ -106,3 +108,15 @@ def test_resumed_sample_continues_as_if_it_had_not_been_aborted(hybrid: Path) ->
             samples = ours.step()
         assert samples[0].request_id == again
         assert (samples[0].completion_tokens, samples[0].logprobs) == (whole.completion_tokens, whole.logprobs)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_model_forward_computes_every_text_from_an_empty_state(hybrid: Path, kernels: str) -> None:
+    with engine(hybrid, kernels=kernels) as ours:
+        assert ours.parts.executor is not None
+        texts = [PROMPTS[0], PROMPTS[1][3:40]]
+        logits_TV = model_forward(ours.parts.executor, texts)
+        alone_TV = torch.cat([model_forward(ours.parts.executor, text) for text in texts])
+        assert torch.allclose(logits_TV, alone_TV, atol=1e-4)
+        scores = torch.log_softmax(logits_TV.double(), -1)[range(len(texts[0]) - 1), texts[0][1:]]
+        assert torch.allclose(scores.float(), torch.tensor(ours.score(texts[0])), atol=1e-4)

@@ -321,9 +321,12 @@ class Core:
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :]) if has_forced else num_added
             if row.num_drafts:
                 num_accepted += seq.num_computed - row.start - len(row.tokens) + row.num_drafts
-            position = settle_state(self._kv.states, seq, row, result) if row.state else 0
-            self._publish(seq, is_chunk=len(row.tokens) - row.num_drafts > 1 or keeps_snapshots(row))
-            if row.state:
+            is_chunk = len(row.tokens) - row.num_drafts > 1
+            if row.state is None:
+                self._publish(seq, is_chunk=is_chunk)
+            else:
+                position = settle_state(self._kv.states, seq, row, result)
+                self._publish(seq, is_chunk=is_chunk or keeps_snapshots(row))
                 keep_states(self._kv, seq, row, position, self._salt(seq))
             if row.num_drafts:
                 num_needed = -(-seq.num_computed // self._kv.block_size)  # the others contain rejected drafts only
@@ -356,7 +359,7 @@ class Core:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_free_blocks=self._kv.num_free_blocks(),
-            num_state_snapshots=self._kv.states.num_snapshots,
+            num_state_snapshots=self._kv.states.num_snapshots if self._kv.num_states else 0,
             weight_version=self.version,
         )
         samples = tuple(delta.sample for delta in deltas if delta.sample is not None)

@@ -107,8 +107,8 @@ def _keep(kv: KVManager, seq: Sequence, slot: int, position: int, salt: Salt | N
 def _snapshots_of(seq: Sequence, reach: int) -> tuple[int, ...]:
     """Return after how many tokens a sequence that starts keeps snapshots, ascending.
 
-    Before the prompt's last token, where samples diverge, and shortly before, where conversations do whose thoughts are
-    dropped; where its prefix in the cache ends, because other prompts may share it; at powers of 2 within a long prompt.
+    Before the prompt's last token, where samples diverge, and shortly before, where conversations do whose thoughts
+    are dropped; where its prefix in the cache ends, because others may share it; at powers of 2 within a long prompt.
     """
     start, last = seq.num_computed, seq.num_prompt - 1
     found = {last, seq.num_prompt - _ENDING} if last >= 8 * _ENDING else {last}

@@ -183,7 +183,8 @@ class KVManager(ABC):
         return self._pool.blank_idle()
 
     def _evict(self, block: int) -> None:
-        self.states.forget(block)
+        if self.num_states:
+            self.states.forget(block)
         self._forget(block)
 
     def _end_block(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], position: int) -> int:
