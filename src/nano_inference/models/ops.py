@@ -332,7 +332,8 @@ class GatedDelta(BaseOp):
 
     k' = k / sqrt(sum k² + 1e-6), q' = q / sqrt(sum q² + 1e-6) / sqrt(k_dim), beta = sigmoid(b) rounded to P, and
     g = -exp(a_log) · softplus(a + dt_bias). For each token, with the state S [k_dim, v_dim]:
-    S = exp(g) S; S += k' (beta (v - Sᵀ k'))ᵀ; out = Sᵀ q'. In float32; out is rounded to P.
+    S = exp(g) S; S += k' (beta (v - Sᵀ k'))ᵀ; out = Sᵀ q'. In float32; out is rounded to P. With `is_tiled`, the key
+    head is h % num_k_heads (files of llama.cpp).
     """
 
     READS = ("q", "k", "v", "a", "b")
@@ -350,6 +351,7 @@ class GatedDelta(BaseOp):
     k_dim: int
     v_dim: int
     state: int
+    is_tiled: bool = False
 
     @property
     def state_shape(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class DeltaTerms:
     v_dim: int
     taps: int  # of the convolution: the token's own and those before it
     is_grouped: bool = False  # projections in one matrix, grouped by key head (Qwen3-Next)
+    is_tiled: bool = False  # value heads in llama.cpp's order: see `GatedDelta`
 
     def __post_init__(self) -> None:
         if self.num_v_heads % self.num_k_heads:
@@ -88,6 +89,7 @@ def _delta(config: ModelConfig, terms: DeltaTerms, index: int) -> list[Op]:
             k_dim=terms.k_dim,
             v_dim=terms.v_dim,
             state=state + 1,
+            is_tiled=terms.is_tiled,
         ),
         *keep(config, index),
         ops.GatedNorm(

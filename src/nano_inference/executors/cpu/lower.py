@@ -357,6 +357,7 @@ def _gated_delta(state: Lowering, op: ops.GatedDelta) -> None:
             num_k_heads=op.num_k_heads,
             num_v_heads=op.num_v_heads,
             k_dim=op.k_dim,
+            is_tiled=op.is_tiled,
             state=state.program.state_start(op.state),
         )
     )

@@ -261,6 +261,7 @@ class NativeProgram:
             out.in2, out.column, out.column2, out.state = self._at(op.more), op.a, op.b, op.state
             out.weight, out.weight2 = self._pointer(op.a_log), self._pointer(op.dt_bias)
             out.dim, out.num_keys, out.num_values = op.k_dim, op.num_k_heads, op.num_v_heads
+            out.choice = int(op.is_tiled)
         else:
             out.in2, out.column = self._at(op.more), op.column
             if isinstance(op, ops.GatedNorm):

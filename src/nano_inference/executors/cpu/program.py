@@ -171,6 +171,7 @@ class Delta:
     num_k_heads: int
     num_v_heads: int
     k_dim: int
+    is_tiled: bool  # value head h has key head h % num_k_heads
     state: int
 
 

@@ -91,7 +91,11 @@ def delta_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the rule's q' and k' [T, H, X] of every value head, g and beta [T, H], in the numbers' precision."""
     wide, each = a_log_H.dtype, op.num_v_heads // op.num_k_heads
-    q_THX, k_THX = (unit(heads(x_TW, op.k_dim).to(wide)).repeat_interleave(each, dim=1) for x_TW in (q_TW, k_TW))
+    q_THX, k_THX = (unit(heads(x_TW, op.k_dim).to(wide)) for x_TW in (q_TW, k_TW))
+    if op.is_tiled:
+        q_THX, k_THX = q_THX.repeat(1, each, 1), k_THX.repeat(1, each, 1)
+    else:
+        q_THX, k_THX = q_THX.repeat_interleave(each, dim=1), k_THX.repeat_interleave(each, dim=1)
     g_TH = -a_log_H.exp() * functional.softplus(a_TH.to(wide) + dt_bias_H)
     return q_THX * op.k_dim**-0.5, k_THX, g_TH, b_TH.sigmoid().to(wide)
 

@@ -24,7 +24,7 @@ typedef struct {
     int32_t matrix, num_matrices;        /* range of the program's matrices */
     int32_t layer;                       /* of the cache */
     int32_t rope;                        /* -1: none */
-    int32_t choice;                      /* GLU: activation; EMBED: rows; ATTEND: window */
+    int32_t choice;                      /* GLU: activation; EMBED: rows; ATTEND: window; DELTA: 1 if tiled */
     int64_t count;                       /* EMBED: rows of the table */
     int64_t state;                       /* first float of the operation's state in a slot */
     float eps, offset, scale, cap;
@@ -401,7 +401,8 @@ static void gated_delta(Worker *w, const Run *r, const Op *op) {
     begin_job(w);
     FOR_PIECES(w, piece, num) {
         const long h = piece / groups % op->num_values, c = piece % groups * COLUMNS;
-        const long key = h / (op->num_values / op->num_keys) * dk, value = h * dv + c;
+        const long each = op->num_values / op->num_keys;
+        const long key = (op->choice ? h % op->num_keys : h / each) * dk, value = h * dv + c;
         const Delta d = {.q = x + key, .k = x + op->num_keys * dk + key, .v = x + 2 * op->num_keys * dk + value,
                          .decay = more + op->column + h, .beta = more + op->column2 + h,
                          .out = r->step->buffers[op->out] + value, .ldx = p->strides[op->in],
