@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from nano_inference.loading.fields import read_json
 from nano_inference.loading.formats import FORMATS_GROUP, Checkpoint, ModelFormat, main_dtype
-from nano_inference.loading.gguf import PLAIN, gguf_config, gguf_sources
-from nano_inference.loading.gguf_file import read_gguf
+from nano_inference.loading.gguf import gguf_config, gguf_sources
+from nano_inference.loading.gguf_file import PLAIN, read_gguf
 from nano_inference.loading.hf_config import model_config
 from nano_inference.loading.listing import PICKLED, only_gguf
 from nano_inference.loading.safetensors_file import open_weights

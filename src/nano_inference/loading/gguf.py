@@ -3,7 +3,8 @@
 Sources: ggml-org/ggml, docs/gguf.md, for key names; ggml-org/llama.cpp, src/models/*.cpp, for defaults of missing keys
 and for facts without a key (Gemma's window pattern, SmolLM3's layers without rotary embedding). Undoes two changes of
 llama.cpp's converter: it permutes the rows of Llama's q and k (ggml rotates adjacent dimensions, Hugging Face halves),
-and adds 1 to Gemma's norms.
+and adds 1 to the norms of Gemma and Qwen3.5. Of Qwen3.5, value heads stay in its order (`GatedDelta.is_tiled`): columns
+of blocks cannot be moved.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import torch
 from torch import Tensor
 
 from nano_inference.loading.fields import Fields, shown
-from nano_inference.loading.gguf_file import GgufFile, GgufTensor
+from nano_inference.loading.gguf_file import PLAIN, GgufFile, GgufTensor
+from nano_inference.loading.gguf_hybrid import (
+    HYBRID_PARTS,
+    hybrid_fields,
+    hybrid_number,
+    layer_of,
+    recurrent_source,
+)
 from nano_inference.loading.hf_config import MAX_LAYERS, stretched
 from nano_inference.loading.pieces import FileRange, fill, open_at
 from nano_inference.loading.sources import WeightSource
@@ -32,8 +40,6 @@ _MAX_ROPE_FACTORS = 4096
 _LARGEST_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest Gemma models, whose factor of q·k is 1 / sqrt(hidden / heads) without a key."""
 PIECE_VALUES = 2**20  # most values that are dequantised at a time, but at least a row or a head
-
-PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _TOP: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER: Mapping[str, str] = {
@@ -48,13 +54,14 @@ _LAYER: Mapping[str, str] = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NORMS: Mapping[str, Mapping[str, str]] = {
+_OWN_PARTS: Mapping[str, Mapping[str, str]] = {
     "dense": {"ffn_norm": "post_attention_layernorm"},
     "gemma": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "qwen35": HYBRID_PARTS,
 }
 _DERIVED = ("rope_freqs.weight", "rope_freqs", "attn_rot_embd", "rotary_emb.inv_freq")
 """Rotary frequencies: `gguf_config` reads those that it needs."""
@@ -81,6 +88,7 @@ RULES: Mapping[str, _Rules] = {
     "smollm3": _Rules(name="SmolLM3ForCausalLM", permuted=True, unrotated_period=4),
     "gemma2": _Rules(name="Gemma2ForCausalLM", family="gemma", window_period=2, window=4096),
     "gemma3": _Rules(name="Gemma3ForCausalLM", family="gemma", qk_norm=True, window_period=6, local_theta=10000.0),
+    "qwen35": _Rules(name="Qwen3_5ForCausalLM", family="qwen35", qk_norm=True),
 }
 
 
@@ -121,7 +129,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             num_heads=heads,
             num_kv_heads=_uniform(fields, "attention.head_count_kv", heads),
             head_dim=head_dim,
-            layers=_layers(fields, rules, len(ropes)),
+            layers=_layers(file, fields, rules, len(ropes)),
             ropes=ropes,
             max_positions=stretched(max_positions, ropes),
             norm_eps=fields.number("attention.layer_norm_rms_epsilon", high=1.0),
@@ -137,6 +145,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
             embedding_scale=math.sqrt(hidden) if rules.family == "gemma" else None,
             eos_token_ids=_eos_ids(file, vocab_size),
             bos_token_id=_token(file, "bos", vocab_size),
+            **(hybrid_fields(file, fields, vocab_size) if rules.family == "qwen35" else {}),
         )
     except ValueError as error:
         raise error if isinstance(error, ModelError) else ModelError(f"{file.path}: {error}") from error
@@ -167,8 +176,11 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
     return default if found is None else found or None
 
 
-def _layers(fields: Fields, rules: _Rules, num_ropes: int) -> tuple[LayerConfig, ...]:
-    num_layers = fields.integer("block_count", high=MAX_LAYERS)
+def _layers(file: GgufFile, fields: Fields, rules: _Rules, num_ropes: int) -> tuple[LayerConfig, ...]:
+    num_layers = fields.integer("block_count", high=MAX_LAYERS) - fields.integer("nextn_predict_layers", 0, low=0)
+    if rules.family == "qwen35":
+        attends = [f"blk.{i}.attn_q.weight" in file.tensors for i in range(num_layers)]
+        return tuple(LayerConfig() if one else LayerConfig(attends=False, rope=None) for one in attends)
     window = fields.integer("attention.sliding_window", rules.window or 0, low=0) if rules.window_period else 0
     name = "attention.sliding_window_pattern"  # a period, or a flag for each layer
     slides: Sequence[bool] = (False,) * num_layers
@@ -375,20 +387,27 @@ def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]
     for type_name in sorted({tensor.type_name for tensor in file.tensors.values()} - PLAIN.keys()):
         if not can_dequantize(type_name):
             raise ModelError(f"{file.path}: tensors of type {type_name} cannot be unpacked")
+    drafting = range(config.num_layers, int(file.metadata[f"{architecture}.block_count"]))
     sources: dict[str, WeightSource] = {}
     for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
         part = tensor.name.split(".")[-2:][0]
         if tensor.name in _DERIVED or part in _DERIVED:
             continue
         name = hf_name(tensor.name, RULES[architecture].family)
+        if layer_of(tensor.name) in drafting:
+            sources[f"mtp.{tensor.name}"] = PackedTensor(file.path, tensor)  # of a block that drafts tokens
+            continue
         if name is None:
             raise ModelError(f"{file.path}: tensor {shown(tensor.name)} is not known in architecture {architecture}")
         head_rows = config.head_dim if RULES[architecture].permuted and part in ("attn_q", "attn_k") else 0
-        shift = -1.0 if RULES[architecture].family == "gemma" and name.endswith("norm.weight") else 0.0
+        is_shifted = RULES[architecture].family != "dense" and name.endswith("norm.weight")
+        shift = -1.0 if is_shifted and not name.endswith("linear_attn.norm.weight") else 0.0
         if head_rows % 2 or (head_rows and tensor.shape[0] % head_rows):
             rows = f"{tensor.shape[0]} rows, not whole heads of {head_rows}"
             raise ModelError(f"{file.path}: tensor {shown(tensor.name)} has {rows}")
-        if head_rows or shift or tensor.type_name not in PLAIN:
+        if part in ("ssm_conv1d", "ssm_a") or tensor.name.endswith(".ssm_a"):
+            sources[name] = recurrent_source(file, tensor)
+        elif head_rows or shift or tensor.type_name not in PLAIN:
             sources[name] = PackedTensor(file.path, tensor, head_rows, shift)
         else:
             sources[name] = FileRange(file.path, tensor.offset, tensor.shape, PLAIN[tensor.type_name])
@@ -397,6 +416,8 @@ def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]
 
 def hf_name(name: str, family: str) -> str | None:
     """Return the Hugging Face name of a GGUF tensor, or None."""
+    if family == "qwen35" and (number := hybrid_number(name)) is not None:
+        return number
     *where, part, kind = name.split(".") if "." in name else ("", name)
     if kind not in ("weight", "bias"):
         return None
@@ -404,5 +425,5 @@ def hf_name(name: str, family: str) -> str | None:
         return f"{_TOP[part]}.{kind}"
     if len(where) != 2 or where[0] != "blk" or not (where[1].isascii() and where[1].isdigit()):
         return None
-    found = _LAYER.get(part) or _NORMS[family].get(part)
+    found = _LAYER.get(part) or _OWN_PARTS[family].get(part)
     return None if found is None else f"model.layers.{where[1]}.{found}.{kind}"

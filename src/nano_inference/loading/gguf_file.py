@@ -43,6 +43,8 @@ _SCALARS: Mapping[int, struct.Struct] = {
 }
 """Layouts by value type: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64."""
 
+PLAIN: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:

@@ -9,11 +9,25 @@ _FREQUENCIES = "rotary_emb.inv_freq"  # in old checkpoints; they follow from the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TiledHeads:
+    """A program's order of value heads: the first of each key head, then the second of each (llama.cpp's Qwen3.5)."""
+
+    num_k_heads: int
+    num_v_heads: int
+    places: tuple[tuple[str, int, int], ...]  # (end of a weight's name, axis of its heads, where they start)
+
+    def place_of(self, name: str) -> tuple[int, int] | None:
+        """Return the axis of a weight's value heads and where they start; None if it has none."""
+        return next(((axis, start) for end, axis, start in self.places if name.endswith(end)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NameRules:
     """How names in files and updates become those of a program."""
 
     prefixes: tuple[tuple[str, str], ...] = ()  # (prefix of a file or trainer, the program's)
     ignored: tuple[str, ...] = ()  # prefixes of tensors that the program does not compute with
+    tiled: TiledHeads | None = None  # updates have another order of heads; None: the program's
 
     def own(self, name: str) -> str | None:
         """Return the program's name of a tensor; None if it is ignored."""

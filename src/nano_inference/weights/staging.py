@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nano_inference.executors.protocol import Staged
 from nano_inference.executors.staging import NotFinite, dtype_name
-from nano_inference.loading.pieces import FileRange
+from nano_inference.loading.pieces import DTYPES, FileRange
 from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.names import NameRules
 from nano_inference.models.ops import WeightSpec
@@ -47,6 +47,7 @@ class Staging:
         source = as_source(name, value)
         if tuple(source.shape) != spec.shape:
             raise WeightError(f"{name}: the update has the shape {tuple(source.shape)}, the model {spec.shape}")
+        source = arranged(source, own, self._names)
         if known in self._taken:  # a tied weight under its other name, with equal values
             if own == self._taken[known]:
                 raise WeightError(f"{name}: occurs twice")
@@ -135,6 +136,37 @@ def _check_pair(item: object) -> None:
 def as_source(name: str, value: object) -> TensorSource | FileRange:
     """Return a dense float tensor or a file range as a `WeightSource`. Raises `WeightError` for anything else."""
     return value if isinstance(value, FileRange) else TensorSource(plain_tensor(name, value))
+
+
+def arranged(source: TensorSource | FileRange, own: str, names: NameRules) -> TensorSource | FileRange:
+    """Return a weight of an update with its heads in the program's order."""
+    place = None if names.tiled is None else names.tiled.place_of(own)
+    if names.tiled is None or place is None:
+        return source
+    if isinstance(source, FileRange):
+        tensor = torch.empty(source.shape, dtype=DTYPES[source.dtype])
+        source.read_into(tensor)
+    else:
+        tensor = source.tensor
+    return TensorSource(_transposed(tensor, place, names.tiled.num_k_heads, names.tiled.num_v_heads))
+
+
+def as_given(own: str, value: Tensor, names: NameRules) -> Tensor:
+    """Return a weight of the program with its heads in the order of updates: the inverse of `arranged`."""
+    place = None if names.tiled is None else names.tiled.place_of(own)
+    if names.tiled is None or place is None:
+        return value
+    num_v_heads = names.tiled.num_v_heads
+    return _transposed(value, place, num_v_heads // names.tiled.num_k_heads, num_v_heads)
+
+
+def _transposed(tensor: Tensor, place: tuple[int, int], rows: int, num_heads: int) -> Tensor:
+    """Exchange rows and columns of a table of heads, which follow each other on an axis."""
+    axis, start = place
+    first, heads = tensor.narrow(axis, 0, start), tensor.narrow(axis, start, tensor.size(axis) - start)
+    before, after = tensor.shape[:axis], tensor.shape[axis + 1 :]
+    table = heads.reshape(*before, rows, num_heads // rows, -1, *after).transpose(axis, axis + 1)
+    return torch.cat((first, table.flatten(axis, axis + 2)), dim=axis)
 
 
 def checked_name(name: object) -> str:

@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.models.names import WeightShapes
@@ -29,7 +31,7 @@ from nano_inference.weights.checksum import digest
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.gate import StepGate, share_of
 from nano_inference.weights.group import WeightGroup
-from nano_inference.weights.staging import Staging, check_source, differs, pairs
+from nano_inference.weights.staging import Staging, as_given, check_source, differs, pairs
 from nano_inference.weights.updates import NamedWeights, WeightUpdate
 
 _log = logging.getLogger(__name__)
@@ -223,7 +225,7 @@ class WeightSyncManager:
         """Return `weights_checksum` of the current weights. Raises `WeightError` if they were discarded."""
         if not self._has_weights:
             raise WeightError("the weights were discarded")
-        return digest(self._executor.weights.values())
+        return _digest(self._executor, self._executor.weights.values())
 
     def _new_job(self, given: WeightUpdate | NamedWeights) -> _Job:
         """Return the job of a new update. Raises as `require_idle`, and `WeightError` for no source."""
@@ -239,6 +241,11 @@ class WeightSyncManager:
             named = weights_in(path)
         check_source(named)
         return _Job(self._executor, update, named)
+
+
+def _digest(executor: Executor, values: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the checksum of weights of an executor, in the order of updates."""
+    return digest((name, as_given(name, value, executor.config.names)) for name, value in values)
 
 
 class _Job:
@@ -293,7 +300,7 @@ class _Job:
                 if not all(torch.equal(new, old) for _, old in executor.weights.values((tied,))):
                     raise differs(name, tied)
             expected = self.update.checksum  # it may be set while the weights are gathered
-            checksum = None if expected is None else digest(executor.weights.staged_values(complete))
+            checksum = None if expected is None else _digest(executor, executor.weights.staged_values(complete))
             if checksum != expected:
                 raise WeightError(f"checksum: the update has {checksum}, {expected} was expected")
         except BaseException as error:
