@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from nano_inference.text.dialogue import Rendering, TemplateDialogue
 from nano_inference.text.kinds import TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer, load_tokenizer
 from nano_inference.types import BadRequest
+from tests.text.test_chat import real_template
 from tests.text.tokenizer_samples import byte_level, save
 
 THINKS = (
@@ -122,6 +124,56 @@ def test_reasoning_is_aliased_as_in_transformers() -> None:
         messages = [ASK, {"role": "assistant", "content": "4", **fields}]
         rendered, _ = templates.render_jinja_template([messages], chat_template=source)
         assert render(chat_template(source, where="m"), messages) == rendered[0]
+
+
+# --- Qwen3.5 and its successors
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Zürich", "n": 1.5, "all": [True, None]}}}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "a question": [ASK],
+    "a system message": [{"role": "system", "content": " Short.\n"}, ASK],
+    "thoughts in the text": [ASK, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfour"}, ASK],
+    "thoughts beside it": [ASK, {"role": "assistant", "content": "four", "reasoning_content": " hm\n"}, ASK],
+    "a call": [
+        ASK,
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL, CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": " 5 "},
+    ],
+    "an answer to a call, and a question": [
+        ASK,
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nfour"},
+        ASK,
+    ],
+    "no question": [{"role": "assistant", "content": "four"}],
+}
+QWEN = ("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
+
+
+@pytest.mark.parametrize("name", [*QWEN, *(f"{name}_training" for name in QWEN)])
+def test_templates_of_qwen_render_as_in_transformers(name: str, tokenizer: Tokenizer, theirs: Any) -> None:
+    source, prompts = real_template(name), set()
+    dialogue = TemplateDialogue(chat_template(source, where="m"), tokenizer)
+    variables = [{}, {"enable_thinking": True}, {"enable_thinking": False}, {"preserve_thinking": True}]
+    variables += [{"preserve_thinking": False}, {"reasoning_effort": "low"}]
+    for title, messages in CONVERSATIONS.items():
+        for tools, extra, is_prompt in product((None, TOOLS), variables, (True, False)):
+            options = Rendering(tools=tools, extra=extra, add_generation_prompt=is_prompt)
+            given = {"chat_template": source, "tools": tools, "add_generation_prompt": is_prompt, **extra}
+            if title == "no question":
+                with pytest.raises(BadRequest, match="No user query found"):
+                    dialogue.text(messages, options)
+                continue
+            text = theirs.apply_chat_template(messages, tokenize=False, **given)
+            assert dialogue.text(messages, options) == text, (title, extra)
+            assert dialogue.encode(messages, options) == theirs.apply_chat_template(
+                messages, return_dict=False, **given
+            )
+            prompts.add(text)
+    assert {prompt.endswith("</think>\n\n") for prompt in prompts if prompt.endswith("\n")} == {True, False}
+    assert len(prompts) > 20
 
 
 # --- named templates
