@@ -63,9 +63,26 @@ def mistral3() -> transformers.PreTrainedModel:
     )
 
 
+def qwen3_5() -> transformers.PreTrainedModel:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 48}
+    media = {"image_token_id": 150, "video_token_id": 151, "vision_start_token_id": 152, "vision_end_token_id": 153}
+    return transformers.Qwen3_5ForConditionalGeneration(
+        transformers.Qwen3_5Config(
+            text_config={**SIZES, **linear, "layer_types": types, "eos_token_id": 2},
+            vision_config=vision,
+            **media,
+            tie_word_embeddings=True,
+        )
+    )
+
+
 KINDS = {
     "gemma3": (gemma3, transformers.Gemma3ForCausalLM),
     "mistral3": (mistral3, transformers.MistralForCausalLM),
+    "qwen3_5": (qwen3_5, transformers.Qwen3_5ForCausalLM),
 }
 
 
@@ -84,9 +101,10 @@ def redraw(whole: transformers.PreTrainedModel, seed: int) -> None:
     with torch.no_grad():
         for name, weight in whole.named_parameters():
             is_norm = "norm" in name
-            weight.copy_(
-                torch.randn_like(weight) * (0.3 if is_norm else 0.2) + is_norm * (whole.config.model_type != "gemma3")
-            )
+            is_plain = whole.config.model_type == "mistral3" or name.endswith(
+                "linear_attn.norm.weight"
+            )  # no (1 + weight)
+            weight.copy_(torch.randn_like(weight) * (0.3 if is_norm else 0.1) + (is_norm and is_plain))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -109,7 +127,7 @@ def test_the_text_part_equals_the_text_class_before_and_after_updates(wrapped: W
         assert gap(wrapped.text, IDS, ours.score(IDS)) < 1e-4
         before = ours.weights_checksum()
         assert before == weights_checksum(wrapped.whole.named_parameters())
-        other = gemma3() if wrapped.whole.config.model_type == "gemma3" else mistral3()
+        other = KINDS[wrapped.whole.config.model_type][0]()
         redraw(other, 8)
         new = text_part(other.eval().float(), type(wrapped.text))
         files = load_file(wrapped.directory / "model.safetensors")  # the files' names, which are not the trainer's
@@ -118,7 +136,7 @@ def test_the_text_part_equals_the_text_class_before_and_after_updates(wrapped: W
             assert gap(new, IDS, ours.score(IDS)) < 1e-4
             ours.update_weights(files, blocking=True)
             assert ours.weights_checksum() == before
-        if kernels == "auto":
+        if kernels == "auto" and wrapped.whole.config.model_type != "qwen3_5":  # which has no gradients yet
             policy = Policy(ours, wrapped.whole)  # ignores the vision tower
             policy.sync()
             assert ours.weights_checksum() == before
@@ -137,6 +155,8 @@ def test_the_text_part_equals_the_text_class_before_and_after_updates(wrapped: W
 
 
 def test_ranks_of_a_divided_model_take_the_trainers_names(wrapped: Wrapped) -> None:
+    if wrapped.whole.config.model_type == "qwen3_5":
+        pytest.skip("is not divided")
     with open_ranks(config(wrapped.directory, kernels="off", tensor_parallel=2)) as ours:
         assert gap(wrapped.text, IDS, ours.score(IDS)) < 1e-4
         ours.update_weights(wrapped.whole.named_parameters(), blocking=True)
@@ -156,7 +176,10 @@ def test_ignored_tensors_are_counted_and_others_refused(wrapped: Wrapped, tmp_pa
     checkpoint = open_checkpoint(path)
     assert checkpoint.num_parameters == sum(one.numel() for one in wrapped.text.parameters())
     counts = doctor.ignored_tensors(checkpoint)
-    assert counts["mtp."] == 2 and counts.keys() == {"mtp.", "vision_tower.", "multi_modal_projector."}
+    vision = (
+        {"model.visual."} if "Qwen" in checkpoint.config.architecture else {"vision_tower.", "multi_modal_projector."}
+    )
+    assert counts["mtp."] == 2 and counts.keys() == {"mtp.", *vision}
     assert sum(counts.values()) + len(checkpoint.sources) == len(load_file(path / "model.safetensors"))
     row = doctor.of_model("m", checkpoint, "float32", doctor.Machine(1 << 34, 1 << 30, has_kernels=False))
     assert row["ignored_tensors"] == sum(counts.values()) and row["weight_bytes"] == 4 * checkpoint.num_parameters
@@ -171,7 +194,7 @@ def test_ignored_tensors_are_counted_and_others_refused(wrapped: Wrapped, tmp_pa
 def test_prompts_with_tokens_of_images_are_refused(wrapped: Wrapped) -> None:
     with InferenceEngine(config(wrapped.directory, kernels="off")) as ours:
         ours.generate([IDS], SamplingParams(max_tokens=2))
-        text = r"token id 150 at position 2 is the model's image_token_index: images and videos are not supported$"
+        text = r"token id 150 at position 2 is the model's image_token_(id|index): images and videos are not supported$"
         for call in (lambda ids: ours.generate([ids]), ours.score, ours.embed, ours.add_request):
             with pytest.raises(BadRequest, match=text) as caught:
                 call([3, 4, 150, 5])
@@ -180,9 +203,9 @@ def test_prompts_with_tokens_of_images_are_refused(wrapped: Wrapped) -> None:
 
 def test_both_files_end_tokens_and_the_outer_tie_count(wrapped: Wrapped) -> None:
     found = open_checkpoint(wrapped.directory).config
-    is_gemma = wrapped.whole.config.model_type == "gemma3"
-    assert found.eos_token_ids == ((1, 7) if is_gemma else (2,))
-    assert found.tie_embeddings is is_gemma
+    kind = wrapped.whole.config.model_type
+    assert found.eos_token_ids == ((1, 7) if kind == "gemma3" else (2,))
+    assert found.tie_embeddings is (kind != "mistral3")
     assert found.architecture.endswith(f", text part of {type(wrapped.whole).__name__}")
 
 
@@ -192,7 +215,7 @@ def test_both_files_end_tokens_and_the_outer_tie_count(wrapped: Wrapped) -> None
         ({"text_config": None}, "text_config is missing"),
         ({"text_config": {"model_type": "ministral3"}}, "text_config: unknown architecture 'ministral3'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config ('fp8') is not supported"),
-        ({"image_token_index": "x"}, "image_token_index must be an integer"),
+        ({"image_token_id": "x", "image_token_index": "x"}, "must be an integer"),
     ],
 )
 def test_invalid_fields_are_named(wrapped: Wrapped, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
