@@ -15,6 +15,7 @@ from nano_inference import EngineConfig, InferenceEngine, SamplingParams
 from nano_inference.build import parts_of, pick_kernels
 from nano_inference.executors.loading import load_weights
 from nano_inference.loading.sources import TensorSource
+from scripts import models
 from tests.models.families import gap
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -74,3 +75,7 @@ def test_an_executor_without_the_operation_refuses_the_model_by_its_name(page: d
         page["TorchExecutor"](config, program, CPU, torch.float32, page["SdpaBackend"]())
     with pytest.raises(ValueError, match=r"^the CPU kernels have no operation Scale; kernels=off computes"):
         page["CpuExecutor"](config, program, library, 64)
+
+
+def test_the_tables_are_those_of_the_registries() -> None:
+    assert PAGE.read_text(encoding="utf-8") == models.page(), "run scripts/models.py"

@@ -108,6 +108,11 @@ _RULES: Mapping[str, _Rules] = {
 }
 
 
+def known_architectures() -> dict[str, tuple[str, str]]:
+    """Return the `model_type` and the family of each architecture that is no wrapper of another."""
+    return {name: (rules.model_type, rules.family) for name, rules in _RULES.items()}
+
+
 def model_config(config: Fields, generation: Fields | None = None) -> ModelConfig:
     """Return the configuration of `config.json`, with additional end tokens of `generation_config.json`.
 
@@ -198,7 +203,7 @@ def _architecture(config: Fields) -> str:
         raise ModelError(f"{config.origin}: use_bidirectional_attention is not supported")
     if name in _RULES and not _has_experts(config, _RULES[name]):
         return name
-    if "Moe" in name or any(config.get(field) is not None for field in _MIXTURE_FIELDS):
+    if name in _RULES or "Moe" in name or any(config.get(field) is not None for field in _MIXTURE_FIELDS):
         raise ModelError(f"{config.origin}: {shown(name)} is a mixture of experts, which is not supported")
     if "ConditionalGeneration" in name or config.get("vision_config") is not None:
         raise ModelError(f"{config.origin}: {shown(name)} is a multimodal model, which is not supported")
