@@ -39,7 +39,7 @@ def test_logits_are_those_that_were_sampled_from(kind: str, options: dict[str, A
         write_checkpoint(tmp_path, kind[:2])
     if kind.endswith("full decode"):
         options = options | {"overrides": ("decode_window=full", "short_window=24")}
-    with opened(tmp_path, **options) as engine:
+    with opened(tmp_path, max_tokens_per_batch=16, **options) as engine:
         samples = engine.generate(PROMPTS, PARAMS, 2)
         texts, starts = texts_of(samples)
         ids = [token for text, start in zip(texts, starts, strict=True) for token in text[start:]]

@@ -98,7 +98,6 @@ class _Recomputation:
             [results[name] for name in with_gradient],
             [*(given[name] for name in read), *(weights[name] for name in names)],
             [self._grads[name] for name in with_gradient],
-            materialize_grads=True,
         )
         self._grads = dict(zip(read, found, strict=False))
         self._add(names, found[len(read) :])
