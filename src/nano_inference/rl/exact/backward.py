@@ -87,12 +87,12 @@ class _Recomputation:
         self._grads = {"x": torch.cat([x_NE[:0], *map(chunk, pieces)])}
         return self._taken(-1)
 
-    def run_layer(self, index: int, is_wanted: Sequence[bool], *, is_first: bool) -> list[Tensor | None]:
-        """Compute the gradients of a layer, and unless it `is_first` of its input; return those that it owns."""
+    def run_layer(self, index: int, is_wanted: Sequence[bool], *, with_input: bool) -> list[Tensor | None]:
+        """Compute the gradients of a layer, and `with_input` those of what it reads; return those that it owns."""
         given, weights, results = self._graph or self._with_graph(self.parts[index])
         self._graph = None
         names = self._wanted(index, is_wanted)
-        read = [] if is_first else list(given)
+        read = list(given) if with_input else []
         with_gradient = [name for name, value in results.items() if value.requires_grad]
         found = torch.autograd.grad(
             [results[name] for name in with_gradient],
@@ -173,7 +173,7 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, link: Tensor) -> tuple[Any, ...]:
         ctx.saved_tensors  # noqa: B018 - raises if an optimizer changed them in the meantime
-        is_passed, _, _, *is_wanted = ctx.needs_input_grad
+        with_input, _, _, *is_wanted = ctx.needs_input_grad
         with torch.enable_grad(), torch.autocast(link.device.type, enabled=False):
-            found = ctx.work.run_layer(ctx.index, is_wanted, is_first=not is_passed)
+            found = ctx.work.run_layer(ctx.index, is_wanted, with_input=with_input)
         return link, None, None, *found

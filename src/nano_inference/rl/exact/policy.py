@@ -50,9 +50,10 @@ class Policy:
 
         `optimizer`, one or several: each step counts as a change, also a fused one's, which torch's counters of changes
         miss. A parameter that is replaced by another object in its module is not seen: make a new policy. `by_layer`
-        keeps one residual a layer for the backward pass and computes the rest again. `exact_head`: the gradient at the
-        logits is onehot - softmax of the engine's own logits, which a second forward pass of the engine computes; None:
-        where the engine rounds weights or computes in half precision.
+        keeps one residual a layer for the backward pass, computes the rest again, and stores each layer's gradients
+        before the next layer's exist. `exact_head`: the gradient at the logits is onehot - softmax of the engine's own
+        logits, which a second forward pass of the engine computes; None: where the engine rounds weights or computes in
+        half precision.
         Raises `BadRequest` for an engine that is not exact, for dropout in training, for a module wrapped by
         `DistributedDataParallel`, for an operation without gradient, and for missing parameters.
         """
