@@ -220,11 +220,20 @@ serve(1, Path(sys.argv[1]), EngineConfig.from_dict(json.loads(sys.argv[2])), ker
 def test_a_killed_rank_ends_the_engine(waits_on_device: bool, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the host waits for a device whose kernels wait for that rank: an abort of the group ends them."""
     config, kernels = config_of(tiny, tensor_parallel=2, lookahead=4), plain_kernels()
-    is_killed, is_aborted = threading.Event(), threading.Event()
-    monkeypatch.setattr(Group, "abort", lambda group: is_aborted.set())
+    may_kill, is_aborted = threading.Event(), threading.Event()
+    add, gather = Group.add_in_place, Group.gather_into
+
+    def killing(group: Group, x: Tensor) -> None:
+        if may_kill.is_set():
+            rank.kill()
+            is_aborted.wait()
+        else:
+            add(group, x)
+
     if waits_on_device:
-        monkeypatch.setattr(Group, "add_in_place", lambda group, x: is_killed.is_set() and is_aborted.wait())
-        monkeypatch.setattr(Group, "gather_into", lambda group, out, x: out.copy_(x))
+        monkeypatch.setattr(Group, "add_in_place", killing)
+        monkeypatch.setattr(Group, "gather_into", lambda group, out, x: may_kill.is_set() or gather(group, out, x))
+        monkeypatch.setattr(Group, "abort", lambda group: is_aborted.set())
     with TemporaryDirectory() as directory:
         command = [sys.executable, "-c", _RANK, directory, json.dumps(config.to_dict())]
         with subprocess.Popen(command, cwd=ROOT) as rank:
@@ -232,8 +241,9 @@ def test_a_killed_rank_ends_the_engine(waits_on_device: bool, tiny: Path, monkey
             with leading(Path(directory), config, kernels=kernels, has_lost=has_lost) as engine:
                 engine.add_request([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
                 engine.tick()
-                rank.kill()
-                is_killed.set()
+                may_kill.set()
+                if not waits_on_device:
+                    rank.kill()
                 start = time.monotonic()
                 with pytest.raises(EngineDead, match="rank 0 of 2 lost another rank"):
                     while True:
