@@ -15,14 +15,17 @@ from benchmarks.cuda_parts.report import Sink
 from nano_inference import InferenceEngine, SamplingParams
 
 BARS = {
-    "Qwen2.5-0.5B": (80_000.0, 1_700.0),
-    "Qwen3-0.6B": (22_000.0, 1_400.0),
-    "Llama-3.2-1B": (40_000.0, 1_100.0),
-    "Qwen2.5-7B": (10_000.0, 235.0),
+    "Qwen2.5-0.5B": {"H200": 70_000.0, "H100": 50_000.0, "one request": 1_400.0},
+    "Qwen3-0.6B": {"H200": 26_000.0, "H100": 20_000.0, "one request": 1_200.0, "per GB/s": 6.0},
+    "Llama-3.2-1B": {"H200": 45_000.0, "H100": 36_000.0, "one request": 1_100.0},
+    "Qwen2.5-7B": {"H200": 11_600.0, "H100": 10_500.0, "one request": 235.0},
 }
-"""Tokens a second that the project wants to reach on one H200: with bench.py, with one request."""
-GROUPS = 1.5
-"""Bar: ratio to the same without reading shared keys once."""
+"""Tokens a second that the project wants to reach: with bench.py on each card and for each GB/s of a copy, and with
+one request on an H200."""
+GROUPS = ((16, 16, 1.5), (4, 64, 2.5))
+"""Prompts, samples of each, and the bar of their ratio to the same without reading shared keys once."""
+EXACT = {"bench.py": 0.9, "one request": 0.95}
+"""Bars of the share of the speed that remains with `deterministic`."""
 LARGEST_TOKEN = 10_000
 """Of bench.py; the generator's numbers, and so the lengths, depend on it."""
 
@@ -36,6 +39,13 @@ def model(bench: Bench, sink: Sink, name: str, *, has_update: bool = False) -> N
             sink.attempt(f"update, {name}", lambda: update(bench, sink, name, engine))
 
 
+def exact(bench: Bench, sink: Sink, name: str) -> None:
+    """Measure the same with `deterministic`."""
+    with open_random(bench, name, is_deterministic=True) as engine:
+        sink.attempt(f"deterministic bench.py, {name}", lambda: bench_py(bench, sink, name, engine, "deterministic "))
+        sink.attempt(f"deterministic request, {name}", lambda: one_request(bench, sink, name, engine, "deterministic "))
+
+
 def workload(bench: Bench, vocab_size: int) -> tuple[list[list[int]], list[int]]:
     """Return prompts and numbers of tokens of bench.py; both are those of nano-vllm's script."""
     rng = random.Random(0)
@@ -46,24 +56,36 @@ def workload(bench: Bench, vocab_size: int) -> tuple[list[list[int]], list[int]]
     return prompts, [rng.randint(low, high) for _ in range(count)]
 
 
-def bench_py(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
+def bench_py(bench: Bench, sink: Sink, name: str, engine: InferenceEngine, kind: str = "") -> None:
     """Measure generated tokens a second, prompts included, twice."""
     prompts, sizes = workload(bench, bench.shape(name).vocab_size)
     params = [SamplingParams(max_tokens=size, temperature=0.6, ignore_eos=True, seed=i) for i, size in enumerate(sizes)]
     most = _roofline(sink, engine, [len(prompt) for prompt in prompts], sizes)
-    for run in ("bench.py, first run,", "bench.py,"):  # the first compiles kernels and captures graphs
+    for run in ("bench.py, first run", "bench.py"):  # the first compiles kernels and captures graphs
         engine.flush_cache()
         started = time.perf_counter()
         samples = engine.generate(prompts, params)
         seconds = time.perf_counter() - started
         num_tokens = sum(len(sample.completion_tokens) for sample in samples)
         rate = num_tokens / seconds
-        sink.add(f"{run} {name}", rate, "tokens/s", **_beside(rate, BARS[name][0], most))
+        sink.add(f"{kind}{run}, {name}", rate, "tokens/s", **_beside(sink, "bench.py", name, kind, rate, most))
 
 
-def _beside(rate: float, bar: float, roofline: float | None) -> dict[str, float]:
-    """Return what a rate is compared with: its bar, the roofline if it is known, and the share of it."""
-    return {"bar": bar, **({} if roofline is None else {"roofline": roofline, "of roofline": rate / roofline})}
+def _beside(sink: Sink, measured: str, name: str, kind: str, rate: float, roofline: float | None) -> dict[str, float]:
+    """Return what a rate is compared with: its bar, and as far as they are known the roofline and other figures."""
+    found: dict[str, float] = {}
+    if kind:
+        plain = sink.ceilings.get(f"{measured}, {name}")
+        found = {"bar": EXACT[measured]} | ({} if plain is None else {"of not deterministic": rate / plain})
+    elif measured == "one request" or sink.card in BARS[name]:
+        found["bar"] = BARS[name]["one request" if measured == "one request" else sink.card]
+    if roofline is not None:
+        found |= {"roofline": roofline, "of roofline": rate / roofline}
+    if "bytes" in sink.ceilings and measured == "bench.py":
+        found["per GB/s"] = 1e9 * rate / sink.ceilings["bytes"]
+        if not kind and "per GB/s" in BARS[name]:
+            found["bar per GB/s"] = BARS[name]["per GB/s"]
+    return found
 
 
 def _roofline(
@@ -99,7 +121,7 @@ def step_bytes(engine: InferenceEngine) -> int:
     return executor.weights.num_bytes - (sum(sizes) - max(sizes))
 
 
-def one_request(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
+def one_request(bench: Bench, sink: Sink, name: str, engine: InferenceEngine, kind: str = "") -> None:
     """Measure decoding alone: the time of many tokens less that of one."""
     prompt, size = [1] * bench.sized(128, 8), bench.sized(512, 8)
 
@@ -112,7 +134,7 @@ def one_request(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) ->
     seconds(size)
     rate = (size - 1) / max(1e-9, seconds(size) - seconds(1))
     most = _roofline(sink, engine, [len(prompt)], [size], has_prompts=False)
-    sink.add(f"one request, {name}", rate, "tokens/s", **_beside(rate, BARS[name][1], most))
+    sink.add(f"{kind}one request, {name}", rate, "tokens/s", **_beside(sink, "one request", name, kind, rate, most))
 
 
 def update(bench: Bench, sink: Sink, name: str, engine: InferenceEngine) -> None:
@@ -161,25 +183,27 @@ def _copy_seconds(bench: Bench, engine: InferenceEngine, named: Mapping[str, tor
 
 def groups(bench: Bench, sink: Sink, name: str) -> None:
     """Measure samples of shared prompts with and without reading their keys once."""
-    shared = _groups_rate(bench, name, reads_prefixes_once=True)
+    shared = _groups_rates(bench, name, reads_prefixes_once=True)
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()  # the next engine sizes its cache by what is free
-    sink.add(f"16 samples a prompt, {name}", shared, "tokens/s")
-    apart = _groups_rate(bench, name, reads_prefixes_once=False)
-    sink.add(f"the same, keys read by each row, {name}", apart, "tokens/s")
-    sink.add(f"ratio of the two, {name}", shared / apart, bar=GROUPS)
+    apart = _groups_rates(bench, name, reads_prefixes_once=False)
+    for (count, num_samples, bar), rate, other in zip(GROUPS, shared, apart, strict=True):
+        kind = f"{num_samples} samples of {count} prompts, {name}"
+        sink.add(kind, rate, "tokens/s", **{"keys read by each row": other, "ratio": rate / other, "bar": bar})
 
 
-def _groups_rate(bench: Bench, name: str, *, reads_prefixes_once: bool) -> float:
-    rng, vocab_size = random.Random(1), bench.shape(name).vocab_size
-    count, length, size = bench.sized(16, 2), bench.sized(1024, 300), bench.sized(512, 4)
-    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+def _groups_rates(bench: Bench, name: str, *, reads_prefixes_once: bool) -> list[float]:
+    rng, vocab_size, rates = random.Random(1), bench.shape(name).vocab_size, list[float]()
+    length, size = bench.sized(1024, 300), bench.sized(512, 4)
     params = SamplingParams(max_tokens=size, temperature=1.0, ignore_eos=True, seed=1)
     with open_random(bench, name, reads_prefixes_once=reads_prefixes_once) as engine:
-        for _ in range(bench.sized(2, 1)):  # the first run compiles kernels and captures graphs
-            engine.flush_cache()
-            started = time.perf_counter()
-            samples = engine.generate(prompts, params, bench.sized(16, 3))
-            seconds = time.perf_counter() - started
-    return sum(len(sample.completion_tokens) for sample in samples) / seconds
+        for count, num_samples, _ in GROUPS:
+            prompts = [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(bench.sized(count, 2))]
+            for _ in range(bench.sized(2, 1)):  # the first run compiles kernels and captures graphs
+                engine.flush_cache()
+                started = time.perf_counter()
+                samples = engine.generate(prompts, params, bench.sized(num_samples, 3))
+                seconds = time.perf_counter() - started
+            rates.append(sum(len(sample.completion_tokens) for sample in samples) / seconds)
+    return rates

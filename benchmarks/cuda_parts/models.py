@@ -99,7 +99,9 @@ def random_weight(spec: WeightSpec, device: torch.device, dtype: torch.dtype) ->
     return values * 0.02 if spec.kind == "matrix" else values * 0.1 + 1
 
 
-def open_random(bench: Bench, name: str, *, reads_prefixes_once: bool = True) -> InferenceEngine:
+def open_random(
+    bench: Bench, name: str, *, reads_prefixes_once: bool = True, is_deterministic: bool = False
+) -> InferenceEngine:
     """Return an engine on a model with random weights, with its usual graphs captured."""
     config = EngineConfig(
         model_path=name,
@@ -113,6 +115,7 @@ def open_random(bench: Bench, name: str, *, reads_prefixes_once: bool = True) ->
         max_len=config.max_model_len,
         max_rows=config.max_batch_size,
         max_tokens=config.max_tokens_per_batch,
+        is_deterministic=is_deterministic,
         reads_prefixes_once=reads_prefixes_once,
     )
     model = config_of(bench.shape(name))

@@ -45,7 +45,13 @@ class Sink:
     section: str
     connection: Connection
     ceilings: dict[str, float]
-    """Bytes and floating-point operations a second, as far as they are known."""
+    """Bytes and floating-point operations a second, as far as they are known, and the figures before by name."""
+
+    @property
+    def card(self) -> str:
+        """Return the card's name, one of those with bars: an H200 unless it is an H100."""
+        is_cuda = torch.cuda.is_initialized()
+        return "H100" if is_cuda and "H100" in torch.cuda.get_device_name() else "H200"
 
     def add(self, name: str, value: float | str, unit: str = "", **more: float | str) -> None:
         """Send a figure."""
@@ -80,6 +86,8 @@ class Report:
         """Print a figure with the seconds since the start, and write the file."""
         figure = {**figure, "at": round(time.monotonic() - self.started)}
         self.figures.append(figure)
+        if isinstance(figure["value"], float):
+            self.ceilings[figure["name"]] = figure["value"]
         if figure["unit"] in CEILINGS and figure["section"] == "ceilings":
             kind, scale = CEILINGS[figure["unit"]]
             self.ceilings[kind] = figure["value"] * scale

@@ -6,10 +6,11 @@ import argparse
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from benchmarks.cuda_parts import engines
+from benchmarks.cuda_parts import engines, peers
 from benchmarks.cuda_parts.kernels import kernels
 from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
 from benchmarks.cuda_parts.report import Report, Sink, Unit, run_unit
@@ -18,7 +19,7 @@ from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.executors.opening import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
-SECTIONS = ("ceilings", "engine", "kernels", "profile")
+SECTIONS = ("ceilings", "engine", "kernels", "profile", "peers")
 MOST_LISTED = 10
 
 
@@ -104,16 +105,22 @@ def _is_product(name: str) -> bool:
     return any(part in name.lower() for part in ("gemm", "gemv", "cutlass", "cublas", "nvjet", "splitk"))
 
 
-def units(is_dry: bool) -> Iterator[Unit]:
+def units(is_dry: bool, home: Path | None) -> Iterator[Unit]:
     """Yield what to measure, the most important first."""
     yield Unit("ceilings", "", ceilings)
     yield Unit("engine", FIRST, partial(engines.model, name=FIRST, has_update=True))
+    yield Unit("engine", f"deterministic {FIRST}", partial(engines.exact, name=FIRST))
     yield Unit("engine", f"groups of {FIRST}", partial(engines.groups, name=FIRST))
     for name in OTHERS:
         yield Unit("engine", name, partial(engines.model, name=name))
     for section, measure in (("kernels", kernels), ("profile", profile)):
         for name in [FIRST] if is_dry else SHAPES:
             yield Unit(section, name, partial(measure, name=name))
+    for name in [FIRST] if is_dry else SHAPES:
+        yield Unit("peers", f"Transformers, {name}", partial(peers.transformers_batching, name=name))
+        for engine in peers.ENGINES if home else ():
+            measure = partial(peers.engine_of, name=name, engine=engine, home=home)
+            yield Unit("peers", f"{engine}, {name}", measure)
 
 
 def run_sections(given: argparse.Namespace) -> int:
@@ -125,8 +132,10 @@ def run_sections(given: argparse.Namespace) -> int:
             raise SystemExit(f"--only: there is no section {name}; there are {', '.join(SECTIONS)}")
     if given.model not in ("", *SHAPES):
         raise SystemExit(f"--model: there is no model {given.model}; there are {', '.join(SHAPES)}")
+    if given.peers is not None and not given.peers.is_dir():
+        raise SystemExit(f"--peers: {given.peers} is not a directory")
     report = Report(given.dry, given.out, {"torch": torch.__version__, "sections": list(names)})
-    for unit in units(given.dry):
+    for unit in units(given.dry, given.peers):
         is_of_model = given.model in unit.name or not unit.name
         if unit.section in names and is_of_model:
             run_unit(unit, report, started + given.seconds)

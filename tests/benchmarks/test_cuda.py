@@ -58,20 +58,27 @@ def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
             figure = by_name[f"{kind}, {model}"]
             assert figure["unit"] == "tokens/s" and min(figure[key] for key in ("value", "bar", "roofline")) > 0
             assert figure["of roofline"] == figure["value"] / figure["roofline"]
-    assert by_name["ratio of the two, Qwen2.5-0.5B"]["bar"] == 1.5
+    for kind, bar in (("16 samples of 16 prompts", 1.5), ("64 samples of 4 prompts", 2.5)):
+        assert by_name[f"{kind}, Qwen2.5-0.5B"]["bar"] == bar and by_name[f"{kind}, Qwen2.5-0.5B"]["ratio"] > 0
+    for kind, bar in (("bench.py", 0.9), ("one request", 0.95)):
+        plain, exact = (by_name[f"{one}{kind}, Qwen2.5-0.5B"] for one in ("", "deterministic "))
+        assert exact["bar"] == bar and exact["of not deterministic"] == exact["value"] / plain["value"]
+    rate, copy = by_name["bench.py, Qwen3-0.6B"], by_name["copy"]["value"]
+    assert rate["per GB/s"] == pytest.approx(rate["value"] / copy) and rate["bar per GB/s"] == 6
     assert by_name["longest tick with an update, Qwen2.5-0.5B"]["bar"] > 0
     assert len([line for line in done.stdout.splitlines() if line.startswith("dry ")]) == len(figures)
 
 
 def test_what_no_time_is_left_for_is_named(run: Run) -> None:
     done = run("--dry", "--seconds", "0", "--only", "ceilings,engine")
-    assert done.stdout.count("skipped: no time is left") == 6 and done.returncode == 0
+    assert done.stdout.count("skipped: no time is left") == 7 and done.returncode == 0
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (("--only", "engines"), "--only: there is no section engines; there are ceilings, engine, kernels, profile"),
+        (("--only", "engines"), "--only: there is no section engines; there are ceilings, engine, kernels, profile,"),
+        (("--peers", "nowhere"), "--peers: nowhere is not a directory"),
         (("--model", "Qwen4"), "--model: there is no model Qwen4; there are Qwen2.5-0.5B,"),
     ],
 )
@@ -83,7 +90,24 @@ def test_an_unknown_name_is_refused_in_one_line(run: Run, options: tuple[str, ..
 def test_one_model_is_measured_alone(run: Run) -> None:
     done = run("--dry", "--seconds", "0", "--only", "ceilings,engine,kernels", "--model", "Qwen2.5-0.5B")
     names = [line.split(" · ")[0].split()[2] for line in done.stdout.splitlines() if line.startswith("dry ")]
-    assert names == ["ceilings", "Qwen2.5-0.5B", "groups", "Qwen2.5-0.5B"]
+    assert names == ["ceilings", "Qwen2.5-0.5B", "deterministic", "groups", "Qwen2.5-0.5B"]
+
+
+def test_peers_are_measured_on_the_same_requests(tmp_path: Path) -> None:
+    """Transformers is; an environment whose Python is a script; one without a checkpoint's engine is named."""
+    python = tmp_path / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\ncat >/dev/null\necho loading\necho 0.5\n")
+    python.chmod(0o755)
+    (tmp_path / "Qwen2.5-0.5B").mkdir()
+    command = [sys.executable, "benchmarks/cuda.py", "--dry", "--only", "peers", "--peers", str(tmp_path)]
+    out = tmp_path / "cuda.json"
+    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {one["name"]: one["value"] for one in json.loads(out.read_text())["figures"]}
+    _, sizes = workload(open_bench(is_dry=True), 160)
+    assert found["Transformers, Qwen2.5-0.5B"] > 0 and found["vllm, Qwen2.5-0.5B"] == sum(sizes) / 0.5
+    assert found["nano-vllm, Qwen2.5-0.5B"] == f"skipped: no {tmp_path / 'nano-vllm' / 'bin' / 'python'}"
 
 
 def refuse() -> None:
