@@ -139,6 +139,19 @@ def test_windows_launch_compiled_kernels_on_the_device_and_nothing_else(
     assert {kernel for kernel, *_ in launched} == KERNELS | MORE_KERNELS.get(name, set())
 
 
+def test_deterministic_windows_of_few_rows_launch_the_same_kernels(launched: set[Launched], tmp_path: Path) -> None:
+    found = []
+    for is_deterministic in (False, True):
+        launched.clear()
+        with opened(written("Qwen2.5-0.5B", tmp_path), is_deterministic=is_deterministic) as executor:
+            with Transfers():
+                step = executor.memory.decode_step(executor.store)
+            for key in (StepKey(16, 8, False, False, True), StepKey(1, 8, False, False, False)):
+                step.run(key)
+        found.append(frozenset(launched))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("is_deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_passes_launch_compiled_kernels_on_the_device(
