@@ -14,6 +14,8 @@ import transformers
 from nano_inference.loading.fields import Fields, read_json
 from nano_inference.loading.hf_config import model_config
 from nano_inference.models.config import ModelConfig
+from nano_inference.models.families import program_of
+from nano_inference.models.qwen35 import DeltaTerms
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError
 from tests.loading.tiny_models import COMMON, FAMILIES, make_config
@@ -182,6 +184,33 @@ def test_missing_fields_have_transformers_defaults(model_type: str, architecture
     assert config.eos_token_ids == ((default,) if default is not None and default < 64 else ())
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("qwen3_5_text", "Qwen3_5ForCausalLM"), ("qwen3_next", "Qwen3NextForCausalLM")]
+)
+def test_missing_fields_of_linear_layers_have_transformers_defaults(
+    model_type: str, architecture: str, tmp_path: Path
+) -> None:
+    bare = {**COMMON, "model_type": model_type, "architectures": [architecture], "num_experts": 0}
+    config = ours(written(tmp_path, bare))
+    their = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert ["full" if layer.attends else "linear" for layer in config.layers] == [
+        kind.removesuffix("_attention") for kind in their.layer_types
+    ]
+    assert config.terms == DeltaTerms(
+        num_k_heads=their.linear_num_key_heads,
+        num_v_heads=their.linear_num_value_heads,
+        k_dim=their.linear_key_head_dim,
+        v_dim=their.linear_value_head_dim,
+        taps=their.linear_conv_kernel_dim,
+        is_grouped=model_type == "qwen3_next",
+    )
+    assert config.kv_bytes_per_token(2) == 2 * 2 * 2 * config.num_kv_heads * config.head_dim
+    assert_rotation_matches(config, tmp_path)
+    assert {spec.name: spec.shape for spec in program_of(config).weights} == {
+        name: tuple(value.shape) for name, value in theirs(tmp_path).named_parameters()
+    }
+
+
 def test_end_tokens_of_both_files_are_merged(tmp_path: Path) -> None:
     written(tmp_path, {**LLAMA, "eos_token_id": 2})
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 2, 7], "temperature": 0.6}))
@@ -241,6 +270,7 @@ def test_invalid_value_is_reported_by_field(change: dict[str, Any], message: str
 
 SMOLLM3 = {**COMMON, "architectures": ["SmolLM3ForCausalLM"]}
 QWEN2 = {**COMMON, "architectures": ["Qwen2ForCausalLM"]}
+QWEN35 = {**COMMON, "architectures": ["Qwen3_5ForCausalLM"]}
 GEMMA3 = {**COMMON, "architectures": ["Gemma3ForCausalLM"]}
 
 
@@ -255,6 +285,15 @@ GEMMA3 = {**COMMON, "architectures": ["Gemma3ForCausalLM"]}
         ({**GEMMA3, "rope_parameters": {"rope_theta": 1e4}}, "full_attention"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({**GEMMA3, "query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ({**QWEN35, "layer_types": ["linear_attention"] * 8}, "without full_attention layers"),
+        ({**QWEN35, "full_attention_interval": 9}, "without full_attention layers"),
+        ({**QWEN35, "layer_types": ["sliding_attention"] * 8}, "known: full_attention, linear_attention"),
+        ({**QWEN35, "linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({**QWEN35, "linear_num_value_heads": 24}, "must be a multiple of linear_num_key_heads"),
+        ({**QWEN35, "attn_output_gate": False}, "attn_output_gate false"),
+        ({**QWEN35, "output_gate_type": "sigmoid"}, "output_gate_type"),
+        ({**QWEN35, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act must be silu"),
+        ({**QWEN35, "architectures": ["Qwen3NextForCausalLM"]}, "mixture of experts"),
     ],
 )
 def test_inconsistent_layers_are_rejected(values: dict[str, Any], message: str) -> None:

@@ -169,7 +169,7 @@ def new_store(program: Program, library: Library, size: CacheSize, dtype: torch.
     """Return a cache for a program's layers."""
     _, num_kv_heads, head_dim = head_sizes(program)
     shape = (len(program.caches), size.num_blocks, size.block_size, num_kv_heads, head_dim)
-    states = StateSlots(program, size.num_states, torch.device("cpu"))
+    states = StateSlots(program, size.num_states, torch.device("cpu")) if program.states else None
     return KernelStore(*shape, library, dtype=dtype, eager=size.eager, states=states)
 
 
