@@ -64,7 +64,9 @@ class EngineConfig:
         kw_only=False,
         metadata={"help": "model: a directory, a .gguf file, a hub id or a known name", "check": check_text},
     )
-    cache_type: CacheType = helped("radix", "prefix cache: radix (matches tokens) or paged (matches whole blocks)")
+    cache_type: CacheType = helped(
+        "radix", "prefix cache: radix (matches tokens) or paged (matches whole blocks; without recurrent states)"
+    )
     block_size: int = helped(16, "tokens in a KV block", integer(1, 4096))
     max_batch_size: int = helped(256, "most sequences that run at the same time", integer(1, 65536))
     max_model_len: int = helped(8192, "longest sequence; clamped to the model's maximum", integer(1))
@@ -79,8 +81,8 @@ class EngineConfig:
     )
     kv_cache_bytes: int | None = helped(
         None,
-        "size of the KV cache in bytes, or as 2GiB on the command line; allocated at the start (CPU default: "
-        "allocated when used, up to a quarter of free memory and 4 GiB)",
+        "size of the KV cache in bytes, or as 2GiB on the command line; recurrent states take at most half of it; "
+        "allocated at the start (CPU default: allocated when used, up to a quarter of free memory and 4 GiB)",
         integer(1),
     )
     device: Device = helped("auto", "cpu, cuda, cuda:1, …, mps (untested); auto uses CUDA if available", check_text)
