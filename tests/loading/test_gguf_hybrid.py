@@ -222,6 +222,13 @@ def test_decays_and_norms_are_read_to_a_rounding(tmp_path: Path) -> None:
         np.testing.assert_allclose(found[name].numpy(), values, rtol=2e-7, atol=2e-7, err_msg=name)
 
 
+def test_value_heads_of_a_file_are_not_divided(tmp_path: Path) -> None:
+    model = make_hybrid("plain", tmp_path / "hf", {"max_position_embeddings": 256})
+    path = str(write(tmp_path / "m.gguf", model))
+    with pytest.raises(ValueError, match=r"^tensor_parallel: 2 does not divide the value heads of a GGUF file"):
+        InferenceEngine(EngineConfig(model_path=path, device="cpu", kv_cache_bytes=8 << 20, tensor_parallel=2))
+
+
 def test_a_decay_that_is_no_logarithm_is_refused(tmp_path: Path) -> None:
     model = make_hybrid("plain", tmp_path / "hf", {"max_position_embeddings": 256})
     with torch.no_grad():

@@ -136,7 +136,7 @@ def test_the_text_part_equals_the_text_class_before_and_after_updates(wrapped: W
             assert gap(new, IDS, ours.score(IDS)) < 1e-4
             ours.update_weights(files, blocking=True)
             assert ours.weights_checksum() == before
-        if kernels == "auto" and wrapped.whole.config.model_type != "qwen3_5":  # which has no gradients yet
+        if kernels == "auto":
             policy = Policy(ours, wrapped.whole)  # ignores the vision tower
             policy.sync()
             assert ours.weights_checksum() == before
@@ -155,8 +155,6 @@ def test_the_text_part_equals_the_text_class_before_and_after_updates(wrapped: W
 
 
 def test_ranks_of_a_divided_model_take_the_trainers_names(wrapped: Wrapped) -> None:
-    if wrapped.whole.config.model_type == "qwen3_5":
-        pytest.skip("is not divided")
     with open_ranks(config(wrapped.directory, kernels="off", tensor_parallel=2)) as ours:
         assert gap(wrapped.text, IDS, ours.score(IDS)) < 1e-4
         ours.update_weights(wrapped.whole.named_parameters(), blocking=True)
