@@ -193,7 +193,9 @@ class App:
 
     async def info(self, request: Request) -> Response:
         """GET /info: the model, its limits and defaults."""
-        return json_response(info(self.pipeline.require_loaded().model, self.config, self.pipeline.max_running))
+        loaded = self.pipeline.require_loaded()
+        state_slots = loaded.engine.parts.kv.num_states
+        return json_response(info(loaded.model, self.config, self.pipeline.max_running, state_slots))
 
     async def health(self, request: Request) -> Response:
         """GET /health: 200 unless loading or dead; llama.cpp's `status`, and the dialects' fields."""

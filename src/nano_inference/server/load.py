@@ -131,7 +131,6 @@ def model_facts(config: EngineConfig, parts: EngineParts) -> Mapping[str, Any]:
         "dtype": config.dtype,
         "device": pick_device(config.device).type,
         "kernels": parts.code,
-        "state_slots": parts.kv.num_states,
         "end_token_ids": sorted(parts.eos_token_ids),
         "generation": None if checkpoint.inferred is None else checkpoint.inferred.headline,
     }

@@ -100,7 +100,7 @@ def tagged(name: str) -> str:
     return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
 
 
-def info(model: ServedModel, config: ServerConfig, max_running: int) -> dict[str, Any]:
+def info(model: ServedModel, config: ServerConfig, max_running: int, state_slots: int) -> dict[str, Any]:
     """Return the reply of GET /info, for the web page; it has no file paths and nothing about clients."""
     limits = model.limits
     return {
@@ -112,6 +112,7 @@ def info(model: ServedModel, config: ServerConfig, max_running: int) -> dict[str
         "vocabulary": limits.vocab_size,
         "kv_tokens": limits.num_blocks * limits.block_size,
         "max_running": max_running,
+        "state_slots": state_slots,
         "max_n": config.max_n,
         "max_logprobs": config.max_logprobs,
         "logprobs_mode": config.logprobs_mode,
