@@ -21,6 +21,8 @@ TIMES = re.compile(
 """Fields whose value is a time or a speed."""
 SIZES = frozenset({"size", "size_vram", "rss", "num_threads"})
 """Fields that depend on the machine."""
+FINGERPRINT = re.compile(r"(b\d+\.\d+\.\d+)-[0-9a-f]{8}")
+"""A `system_fingerprint`: its digest is of facts that contain the processor's instructions."""
 IDS = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}|\b[0-9a-f]{16,}\b|(?<=_)[0-9a-zA-Z]{16,}\b")
 JOINED = frozenset(
     {"content", "text", "delta", "partial_json", "arguments", "reasoning_content", "reasoning", "response"}
@@ -130,5 +132,7 @@ def differences(stored: Any, found: Any, place: str = "") -> list[str]:
     elif type(stored) in (int, float) and type(found) in (int, float):
         return [] if abs(stored - found) <= TOLERANCE * max(1, abs(stored)) else [f"{place}: {stored} is now {found}"]
     else:
+        if isinstance(stored, str) and isinstance(found, str):
+            stored, found = (FINGERPRINT.sub(r"\1-FACTS", one) for one in (stored, found))
         return [] if stored == found else [f"{place}: {stored!r} is now {found!r}"]
     return [line for name, one, other in pairs for line in differences(one, other, place + name)]
