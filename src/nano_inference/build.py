@@ -18,7 +18,7 @@ from nano_inference.core.cache import KVManager, make_kv
 from nano_inference.core.drafting import CPU_WEIGHT_TOKENS, CUDA_WEIGHT_TOKENS, MakeDrafter
 from nano_inference.core.ngram_drafter import NgramDrafter
 from nano_inference.core.recurrent import SLOTS_PER_SEQUENCE
-from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
+from nano_inference.core.step import BlockCopy, Launch, Row, RowResult, Runner
 from nano_inference.executors.cpu.compile import (
     CannotCompile,
     Isa,
@@ -104,6 +104,8 @@ class EngineParts:
     """Used with `speculation="ngram"`."""
     executor: Executor | None = None
     """The runner if it is an executor; None for a test's runner."""
+    launch: Launch | None = None
+    """Starts windows that run while the host commits the one before; None if the runner cannot."""
 
     @property
     def code(self) -> str:
@@ -140,7 +142,7 @@ class EngineParts:
 
     def closed(self) -> EngineParts:
         """Return the parts of the engine after its shutdown: no model, and a runner that raises `EngineDead`."""
-        return replace(self, runner=ClosedRunner(), executor=None, weights=None)
+        return replace(self, runner=ClosedRunner(), executor=None, weights=None, launch=None)
 
 
 def assemble(
@@ -261,6 +263,7 @@ def _with_cache(executor: Executor, config: EngineConfig, size: CacheSize) -> En
         weights=WeightSyncManager(executor),
         executor=executor,
         lookahead=config.lookahead or executor.lookahead,
+        launch=executor.launch,
     )
 
 
@@ -282,7 +285,8 @@ def copied_parts(parts: EngineParts, config: EngineConfig, kv_cache_bytes: int |
         except ValueError as error:
             raise BadRequest("kv_cache_bytes", str(error)) from error
     copy = _with_cache(parts.executor.copy(), config, size)
-    return replace(parts, runner=copy.runner, executor=copy.executor, kv=copy.kv, weights=copy.weights)
+    parts = replace(parts, runner=copy.runner, launch=copy.launch, kv=copy.kv)
+    return replace(parts, executor=copy.executor, weights=copy.weights)
 
 
 def locate(name: str) -> Path:

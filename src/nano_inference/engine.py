@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial as bound
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 from nano_inference.build import EngineParts, assemble, chat_params, copied_parts
 from nano_inference.config import EngineConfig, config_of
 from nano_inference.core.admission import Admission, Limits, requests_for, scoring_requests, texts_of
 from nano_inference.core.cache import KVManager
-from nano_inference.core.core import Core
+from nano_inference.core.core import Core, PlannedStep
 from nano_inference.core.driving import Driving
 from nano_inference.core.mailboxes import DeltaStream, Mailboxes
+from nano_inference.core.step import RowResult
 from nano_inference.executors.protocol import Executor
 from nano_inference.models.names import WeightShapes
 from nano_inference.support.checks import check_bool, unit_vector
@@ -58,7 +60,15 @@ _LAST_PIECE_S = 2.0
 """Most seconds `shutdown` waits for a thread that gathers weights: Python aborts if one copies at exit."""
 Progress = Callable[[StepResult], None]
 Result = TypeVar("Result")
+Collect = Callable[[], Mapping[int, RowResult]]
 _log = logging.getLogger(__name__)
+
+
+class _Flight(NamedTuple):
+    """A window that was launched before the one before it was committed."""
+
+    step: PlannedStep
+    collect: Collect
 
 
 class InferenceEngine:
@@ -81,6 +91,8 @@ class InferenceEngine:
         self._is_paused = False
         self._pause_clears: bool | None = None  # whether the pause that waits forgets all K/V; None if none waits
         self._is_asleep = False
+        self._flight: _Flight | None = None  # the window that runs between two ticks
+        self._overlaps: Counter[str] = Counter()
         self._failed_update: WeightError | None = None  # error of an update that `finish_update` has not raised yet
 
     def __repr__(self) -> str:
@@ -322,7 +334,10 @@ class InferenceEngine:
         """Run `tick`; without `reads_all`, return no deltas of requests that are not claimed."""
         self._require_alive()
         self._mail.end_streams()
-        ended = self._install_staged()
+        if self._flight is not None and not self._core.current(self._flight.step).rows:
+            self._land()
+        # A window in flight is committed first, under its own weights.
+        ended = self._install_staged() if self._flight is None or self.is_halted else []
         self._complete_pause()
         if self.is_halted:
             return self._core.result(ended)
@@ -335,19 +350,38 @@ class InferenceEngine:
     def _step(self, *, admit_new: bool, is_read: Callable[[int], bool] | None) -> StepResult:
         """Plan a step, run it, commit it, deliver its deltas. Only the run can be interrupted, and is then repeated.
 
+        If the runner can launch windows, the next one is launched before this one's results are read and committed.
         An exception that leaves queues and cache half changed ends the engine: it is a bug, never Ctrl-C.
         """
         weights, runner = self.parts.weights, self.parts.runner
         if weights is not None:
             weights.begin_step()  # an update that is gathered takes turns with steps
+        flight, self._flight = self._flight, None
+        collect = following = None
         is_changing = True
         try:
-            step = self._core.plan_and_apply(admit_new=admit_new, is_urgent=weights is not None and weights.takes_turns)
+            is_urgent = weights is not None and weights.takes_turns
+            if flight is None:
+                step = self._core.plan_and_apply(admit_new=admit_new, is_urgent=is_urgent)
+            else:
+                step = self._core.current(flight.step)
             is_changing = False
             try:
                 with self._driving.window:
-                    results = runner.run(step.rows, step.copies, step.fresh) if step.rows else {}
+                    collect = self._launched(step) if flight is None else flight.collect
+                    if collect is None:
+                        results = runner.run(step.rows, step.copies, step.fresh) if step.rows else {}
+                if collect is not None:
+                    is_changing = True
+                    ahead = self._plan_ahead(step, may_overlap=admit_new and not is_urgent)
+                    is_changing = False
+                    with self._driving.window:
+                        following = self._launched_next(ahead)
+                        results = collect()
             except MemoryError as error:
+                if collect is not None:  # what the device does after it is not known
+                    runner.recover()
+                    following = None
                 is_changing = True
                 result = self._core.free_memory(step, error)
             except BaseException:
@@ -359,6 +393,7 @@ class InferenceEngine:
             else:
                 is_changing = True
                 result = self._core.commit(step, results, is_read)
+            self._flight = following
             self._mail.deliver(result.deltas)
             return result
         except BaseException as error:
@@ -367,6 +402,54 @@ class InferenceEngine:
         finally:
             if weights is not None:
                 weights.end_step()
+
+    def _launched(self, step: PlannedStep) -> Collect | None:
+        """Start a step if the runner can start it without waiting."""
+        launch = self.parts.launch
+        if launch is None or not step.rows:
+            return None
+        collect = launch(step.rows, step.copies, step.fresh, is_next=False)
+        if collect is None:
+            self._overlaps["pass"] += 1
+        return collect
+
+    def _plan_ahead(self, step: PlannedStep, *, may_overlap: bool) -> PlannedStep | None:
+        """Plan the window after one that runs, unless something must happen between them."""
+        weights = self.parts.weights
+        if not may_overlap or (
+            weights is not None and weights.state not in ("idle", "staging") and not weights.is_held
+        ):
+            found: PlannedStep | str = "update"
+        else:
+            found = self._core.plan_ahead(step)
+        if isinstance(found, str):
+            self._overlaps[found] += 1
+            return None
+        return found
+
+    def _launched_next(self, ahead: PlannedStep | None) -> _Flight | None:
+        if ahead is None or self.parts.launch is None:
+            return None
+        collect = self.parts.launch(ahead.rows, (), ahead.fresh, is_next=True)
+        self._overlaps["memory" if collect is None else "ahead"] += 1
+        return None if collect is None else _Flight(ahead, collect)
+
+    def _land(self) -> None:
+        """Wait for the window in flight, and drop its tokens: a later step samples them again."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        try:
+            with self._driving.window:
+                flight.collect()
+        except BaseException:
+            self.parts.runner.recover()
+            raise
+
+    @property
+    def overlaps(self) -> Mapping[str, int]:
+        """Windows that ran while the host committed the one before ("ahead"); for others, what ended the overlap."""
+        return dict(self._overlaps)
 
     def _drain(self) -> None:
         """Run started requests to their end and start no others, also while paused."""
@@ -462,6 +545,7 @@ class InferenceEngine:
         if self._pause_clears is None or (must_drain and self._core.started_requests()):
             return
         if self._pause_clears:
+            self._land()
             self._core.forget_kv()
         self._pause_clears, self._is_paused = None, True
 
@@ -493,6 +577,7 @@ class InferenceEngine:
             self._require_alive()
             if self.is_pausing:
                 raise EnginePaused("the engine is pausing, and started requests could not end in sleep; resume() first")
+            self._land()
             self._core.forget_kv()
             self.parts.runner.free_cache()
             if self.parts.weights is not None:
@@ -610,6 +695,7 @@ class InferenceEngine:
         if weights is None or weights.state in ("idle", "staging") or weights.is_held or self._is_update_waiting():
             return []
         on_running = weights.on_running
+        self._land()
         try:
             weights.maybe_finish_sync()
         except WeightError as error:
@@ -849,6 +935,7 @@ class InferenceEngine:
                 self._group.close()
             if self.parts.executor is not None:
                 self.parts.executor.close()
+            self._flight = None
             self.parts = self.parts.closed()
             self._empty_queues()
 

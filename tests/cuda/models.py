@@ -49,8 +49,8 @@ def _plain_logprobs(path: Path, tokens: list[int]) -> Tensor:
 def config_of(path: Path, **options: Any) -> EngineConfig:
     """Return the configuration of an engine on CPU tensors."""
     return EngineConfig(
-        model_path=str(path), device="cpu", kv_cache_bytes=16 << 20, num_threads=1, seed=5,
-        **{"max_model_len": 512, "max_batch_size": 8, **options},
+        model_path=str(path), device="cpu", num_threads=1, seed=5,
+        **{"max_model_len": 512, "max_batch_size": 8, "kv_cache_bytes": 16 << 20, **options},
     )  # fmt: skip
 
 

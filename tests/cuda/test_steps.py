@@ -92,7 +92,7 @@ def test_between_steps_torch_only_copies_what_few_requests_want(
     """Ids and numbers of top tokens, and raw log-probabilities: docs/cuda.md lists them."""
     strictly = Strictly(tiny, config_of(tiny))
     with strictly.engine as engine:
-        engine.add_request([7, 8, 9], dataclasses.replace(params, max_tokens=40))
+        engine.add_request([7, 8, 9], dataclasses.replace(params, max_tokens=80))
         engine.tick()
         engine.tick()
         first = strictly.steppers[0].num_replays

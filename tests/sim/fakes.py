@@ -9,7 +9,7 @@ from typing import Any
 from nano_inference.build import EngineParts
 from nano_inference.config import EngineConfig, Speculation
 from nano_inference.core.cache import make_kv
-from nano_inference.core.step import BlockCopy, DrawExtras, Row, RowResult, RowState
+from nano_inference.core.step import UNREAD, BlockCopy, DrawExtras, Row, RowResult, RowState
 from nano_inference.engine import InferenceEngine
 from nano_inference.types import SamplingParams
 
@@ -90,6 +90,10 @@ class FakeRunner:
         """Accepted and rejected draft tokens."""
         self.num_steps = 0
         self.on_step: OnStep = lambda number: None
+        self.on_collect: OnStep = lambda number: None
+        self._last: dict[int, tuple[int, int]] = {}
+        """The last two tokens of each row."""
+        self.num_launched_ahead = 0
         self._ends: dict[int, range] = {}
         """Where a row may continue after its last step: behind its own tokens and its accepted drafts."""
 
@@ -146,6 +150,27 @@ class FakeRunner:
     def _state_of(self, row: Row, end: int) -> int:
         """Return the state after a row's first tokens."""
         return hash(tuple(self._read(row, end)))
+
+    def launch(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...], *, is_next: bool
+    ) -> Callable[[], dict[int, RowResult]] | None:
+        """Compute a window now, and return its results later; rows that have ended go on, as on an unaware device."""
+        if not all(len(row.tokens) == 1 and row.num_sampled and not row.num_drafts for row in rows):
+            return None
+        if is_next:
+            assert all(row.tokens == (UNREAD,) for row in rows)
+            rows = tuple(row._replace(prev_token=self._last[row.id][0], tokens=self._last[row.id][1:]) for row in rows)
+        self.num_launched_ahead += is_next
+        results = self.run(rows, copies, fresh)
+        for row in rows:  # a window that is dropped is computed again from its start
+            self._ends[row.id] = range(row.start, self._ends[row.id].stop)
+            self._last[row.id] = (*row.tokens, *results[row.id].tokens)[-2:]
+
+        def collect() -> dict[int, RowResult]:
+            self.on_collect(self.num_steps)
+            return results
+
+        return collect
 
     def _check_versions(self, row: Row) -> None:
         versions = {slot[1] for slot in self._read(row, row.start)}
@@ -262,10 +287,14 @@ def fake_parts(
     lookahead: int = 1,
     drawing: Drawing = next_token,
     num_states: int = 0,
+    *,
+    overlaps: bool = False,
 ) -> EngineParts:
-    """The parts of an engine without a model."""
+    """The parts of an engine without a model; with `overlaps`, its runner launches windows ahead."""
+    runner = FakeRunner(num_blocks, block_size, lookahead, drawing, num_states)
     return EngineParts(
-        runner=FakeRunner(num_blocks, block_size, lookahead, drawing, num_states),
+        runner=runner,
+        launch=runner.launch if overlaps else None,
         kv=make_kv(cache_type, num_blocks, block_size, num_states),  # type: ignore[arg-type]
         vocab_size=VOCAB_SIZE,
         max_model_len=100_000,

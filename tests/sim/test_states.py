@@ -22,7 +22,8 @@ def history(seed: int) -> Counter[str]:
     """Run one random history, of two turns if the seed is a multiple of 4; return what happened in it."""
     rng = random.Random(seed)
     guesses = seed % 2 == 1
-    make_engine = partial(versioned_engine, num_states=rng.choice([2, 3, 4, 6, 10, 20, 60]))
+    num_states = rng.choice([2, 3, 4, 6, 10, 20, 60])
+    make_engine = partial(versioned_engine, num_states=num_states, overlaps=seed % 4 < 2)
     lookahead = 1 if guesses else rng.choice([1, 1, 2, 5])
     world = make_world(seed, "radix", tight=seed % 3 > 0, guesses=guesses, lookahead=lookahead, make_engine=make_engine)
     fail_sometimes(world, rng)
@@ -40,6 +41,8 @@ def history(seed: int) -> Counter[str]:
     counts["accepted"] += world.runner.num_right
     counts["rejected"] += world.runner.num_wrong
     counts["aborted"] += len(world.aborted)
+    assert "ahead" not in world.engine.overlaps, "a state would be read before it is settled"
+    counts["not ahead"] += world.engine.overlaps.get("choice", 0)
     return counts
 
 
@@ -75,7 +78,7 @@ def test_no_row_of_a_random_history_uses_a_wrong_slot(seeds: range) -> None:
     counts: Counter[str] = Counter()
     for seed in seeds:
         counts += history(seed)
-    names = ("preempted", "cached", "mixed", "accepted", "rejected", "aborted")
+    names = ("preempted", "cached", "mixed", "accepted", "rejected", "aborted", "not ahead")
     assert all(counts[name] > len(seeds) // 6 for name in names), counts
 
 

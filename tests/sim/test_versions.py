@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -136,10 +137,13 @@ def check_scores(prompt: list[int], sample: TrainingSample) -> None:
     [pytest.param(range(25), marks=pytest.mark.slow), pytest.param(range(25, 300), marks=pytest.mark.nightly)],
     ids=["some", "many"],
 )
-@pytest.mark.parametrize(("guesses", "lookahead"), [(False, 1), (True, 1), (False, 6), (True, 3)])
+@pytest.mark.parametrize(
+    ("guesses", "lookahead", "overlaps"),
+    [(False, 1, False), (True, 1, False), (False, 6, False), (True, 3, False), (False, 1, True), (False, 6, True)],
+)
 @pytest.mark.parametrize("cache_type", CACHES)
 def test_random_worlds_read_no_stale_kv_and_report_true_versions(
-    cache_type: str, guesses: bool, lookahead: int, seeds: range
+    cache_type: str, guesses: bool, lookahead: int, overlaps: bool, seeds: range
 ) -> None:
     counts: Counter[str] = Counter()
     num_mixed = num_preempted = num_spanning = num_drafted = 0
@@ -151,9 +155,10 @@ def test_random_worlds_read_no_stale_kv_and_report_true_versions(
                 tight=seed % 3 > 0,
                 guesses=guesses,
                 lookahead=lookahead,
-                make_engine=versioned_engine,
+                make_engine=partial(versioned_engine, overlaps=overlaps),
             )
         )
+        counts["ahead"] += world.engine.overlaps.get("ahead", not overlaps)
         num_drafted += world.runner.num_right + world.runner.num_wrong
         assert len(world.samples) == sum(ask["n"] for ask in world.asked.values())
         for sample in world.samples:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from nano_inference.engine import InferenceEngine
@@ -14,7 +16,7 @@ from tests.sim.fakes import (
     reference,
     score,
 )
-from tests.sim.worlds import World, make_world
+from tests.sim.worlds import World, make_world, plain_engine
 
 CACHES = ("paged", "radix")
 with_seeds = pytest.mark.parametrize(
@@ -120,6 +122,20 @@ def test_several_tokens_a_step_equal_one(cache_type: str, guesses: bool, seeds: 
         lookahead = 2 + seed % 15
         world = make_world(seed, cache_type, tight=seed % 2 == 0, lookahead=lookahead, guesses=guesses)
         check_samples(run_world(world, aborts=seed % 3 == 0))
+
+
+@with_seeds
+@pytest.mark.parametrize("cache_type", CACHES)
+def test_windows_that_run_while_the_host_commits_change_no_output(cache_type: str, seeds: range) -> None:
+    num_ahead = num_preempted = num_aborted = 0
+    for seed in seeds:
+        overlapping = partial(plain_engine, overlaps=True)
+        world = make_world(seed, cache_type, tight=seed % 3 < 2, lookahead=1 + seed % 7, make_engine=overlapping)
+        check_samples(run_world(world, aborts=seed % 2 == 0))
+        num_ahead += world.engine.overlaps.get("ahead", 0)
+        num_preempted += sum(sample.num_preemptions for sample in world.samples)
+        num_aborted += len(world.aborted)
+    assert num_ahead > 100 and min(num_preempted, num_aborted) > 3, (num_ahead, num_preempted, num_aborted)
 
 
 @with_seeds

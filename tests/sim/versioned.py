@@ -61,9 +61,11 @@ def versioned_engine(
     drawing: Drawing = next_token,
     lookahead: int = 1,
     num_states: int = 0,
+    *,
+    overlaps: bool = False,
 ) -> InferenceEngine:
     """An engine whose runner's tokens, K/V and states depend on the version of its weights."""
-    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, drawing, num_states)
+    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, drawing, num_states, overlaps=overlaps)
     weights = WeightSyncManager(counting_executor(parts.runner.install))
     return InferenceEngine(config, parts=replace(parts, weights=weights))
 

@@ -54,9 +54,17 @@ class World:
 
 
 def plain_engine(
-    cache_type: str, num_blocks: int, block_size: int, config: EngineConfig, drawing: Drawing, lookahead: int
+    cache_type: str,
+    num_blocks: int,
+    block_size: int,
+    config: EngineConfig,
+    drawing: Drawing,
+    lookahead: int,
+    *,
+    overlaps: bool = False,
 ) -> InferenceEngine:
-    return InferenceEngine(config, parts=fake_parts(cache_type, num_blocks, block_size, lookahead, drawing))
+    parts = fake_parts(cache_type, num_blocks, block_size, lookahead, drawing, overlaps=overlaps)
+    return InferenceEngine(config, parts=parts)
 
 
 def make_world(

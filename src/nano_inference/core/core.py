@@ -17,6 +17,7 @@ from nano_inference.config import SchedulerConfig
 from nano_inference.core.appending import append_prompt_results, append_result
 from nano_inference.core.cache import Hit, KVManager, Salt
 from nano_inference.core.drafting import MakeDrafter
+from nano_inference.core.overlap import is_current, is_window, must_wait, num_ahead, num_missing, row_after
 from nano_inference.core.recurrent import (
     keep_states,
     keeps_snapshots,
@@ -25,7 +26,7 @@ from nano_inference.core.recurrent import (
     starts_from_snapshot,
     take_slots,
 )
-from nano_inference.core.scheduler import SeqView, StepPlan, plan_step
+from nano_inference.core.scheduler import SeqView, StepPlan, plan_step, seats
 from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, to_delta, to_row
 from nano_inference.core.speculation import Speculator
 from nano_inference.core.step import BlockCopy, Row, RowResult
@@ -147,6 +148,35 @@ class Core:
         )
         started = tuple((seq.request_id, seq.sample_index) for seq in seqs if seq.id in hits)
         return PlannedStep(plan, seqs, rows, copies, fresh, started)
+
+    def plan_ahead(self, step: PlannedStep) -> PlannedStep | str:
+        """Plan the window after a step that is not committed yet, and take its blocks; or return why it must wait."""
+        counts = num_ahead(step.seqs, step.rows, self._config)
+        needs = [num_missing(*three, self._kv.block_size) for three in zip(step.seqs, step.rows, counts, strict=True)]
+        if not is_window(step.rows, len(self._running)):
+            return "budget"
+        if any(map(must_wait, step.seqs, step.rows)):
+            return "choice"
+        if self._waiting and (0 in counts or len(self._running) < seats(self._config)):
+            return "arrival"
+        if not any(counts):
+            return "end"
+        if sum(needs) > self._kv.num_free_blocks():
+            return "blocks"
+        rows, seqs, fresh = [], [], []
+        for seq, row, count, need in zip(step.seqs, step.rows, counts, needs, strict=True):
+            if count:
+                taken = self._kv.take(need)
+                seq.blocks += taken
+                fresh += taken
+                seqs.append(seq)
+                rows.append(row_after(seq, row, count))
+        return PlannedStep(StepPlan((), ()), seqs, tuple(rows), (), tuple(fresh), ())
+
+    def current(self, step: PlannedStep) -> PlannedStep:
+        """Return a step without the rows of sequences that have ended or were preempted since it was planned."""
+        pairs = [pair for pair in zip(step.seqs, step.rows, strict=True) if is_current(*pair)]
+        return step._replace(seqs=[seq for seq, _ in pairs], rows=tuple(row for _, row in pairs))
 
     # ---- plan -------------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from nano_inference.types import LogprobsMode, SamplingMask, SamplingParams, TopLogprobs
+
+UNREAD = -1
+"""The token of a row whose first token only the device knows, see `Launch`."""
 
 
 class RowState(NamedTuple):
@@ -78,6 +81,19 @@ class RowResult(NamedTuple):
     score_tops: tuple[TopLogprobs, ...] = ()
     score_ranks: tuple[int, ...] = ()  # one for each of `scores`; may be empty
     pooled: tuple[float, ...] = ()  # sum of the hidden states [E] from `pool_from` on, float32, after the final norm
+
+
+class Launch(Protocol):
+    """Starts a step without waiting for its results."""
+
+    def __call__(
+        self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...], *, is_next: bool
+    ) -> Callable[[], Mapping[int, RowResult]] | None:
+        """Return a function that waits for what `Runner.run` returns; None if nothing was started.
+
+        With `is_next`, each row continues the row of the same id in the last launch, which may still run: it starts
+        with the token that that one sampled last, and samples none if that one has sampled a stop token.
+        """
 
 
 class Runner(Protocol):

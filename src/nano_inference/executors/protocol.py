@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.config import KvDtype
-from nano_inference.core.step import BlockCopy, RowResult
+from nano_inference.core.step import BlockCopy, Launch, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.staging import Pace
 from nano_inference.executors.step_input import ForwardInput
@@ -154,6 +154,11 @@ class Executor(Protocol):
 
         Raises `MemoryError` if a step needs more memory than is available.
         """
+
+    @property
+    def launch(self) -> Launch | None:
+        """Return what starts a step without waiting for it; None if steps end before `run` returns."""
+        return None
 
     def recover(self) -> None:
         """Undo what an interrupted `run` left in this thread. Can be interrupted and called again."""

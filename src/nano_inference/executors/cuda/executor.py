@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.step import BlockCopy, Row, RowResult
+from nano_inference.core.step import BlockCopy, Launch, Row, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.launchers import Kernels
@@ -107,14 +107,36 @@ class CudaExecutor(Executor):
 
     def _run(self, rows: Rows, copies: tuple[BlockCopy, ...]) -> Mapping[int, RowResult]:
         """Run rows after copying blocks. Fresh blocks are not cleared: the kernels read written slots only."""
+        if (collect := self._start(rows, copies)) is not None:
+            return collect()
         self.store.prepare((), copies)
-        is_full = self.program.has_full_decode
-        if len(rows) <= self._limits.max_rows and all(fits_window(row, has_full_decode=is_full) for row in rows):
-            with suppress(torch.OutOfMemoryError):
-                return self._once(lambda: self.windows.run(rows))
-            self._made.drop_windows()
-            release_unused(self.device)
         return run_in_parts(rows, self._run_pass, self._limits.max_tokens)
+
+    @property
+    def launch(self) -> Launch | None:
+        return self._launch if self._ranks is None else None
+
+    def _launch(
+        self, rows: Rows, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...], *, is_next: bool
+    ) -> Callable[[], Mapping[int, RowResult]] | None:
+        collect = self._inside(lambda: self._start(rows, copies, is_next=is_next))
+        return None if collect is None else lambda: self._inside(collect)
+
+    def _start(
+        self, rows: Rows, copies: tuple[BlockCopy, ...], *, is_next: bool = False
+    ) -> Callable[[], Mapping[int, RowResult]] | None:
+        """Start a window; return what reads it, or None if the rows need a pass."""
+        is_full = self.program.has_full_decode
+        if len(rows) > self._limits.max_rows or not all(fits_window(row, has_full_decode=is_full) for row in rows):
+            return None
+        if not is_next:
+            self.store.prepare((), copies)
+        with suppress(torch.OutOfMemoryError):
+            collect = self._once(lambda: self.windows.launch(rows, is_next=is_next))
+            return lambda: self._once(collect)
+        self._made.drop_windows()
+        release_unused(self.device)
+        return None
 
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
         return self._once(lambda: run_step(self, rows, self.memory.draws.draw, WHOLE))

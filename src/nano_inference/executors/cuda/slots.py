@@ -8,7 +8,7 @@ Shapes: S slots, X stop tokens, B blocks per slot, K entries of a ring, N words.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.step import Row
-from nano_inference.executors.cuda.sample_records import REPORTS, STOPPED, WANTS_RAW, Slots
+from nano_inference.executors.cuda.sample_records import FULL, REPORTS, RUNNING, STOPPED, WANTS_RAW, Slots
 from nano_inference.executors.truncation import is_in_kernels, truncation_of
 from nano_inference.types import TokenLogprob, TopLogprobs
 
@@ -62,9 +62,6 @@ class SlotMemory:
         self._wanted: Words = np.zeros(num_words, np.int32)
         self._first_changed = self._places["token"].start
         self._first_ring = self._places["ring_token"].start
-        is_pinned = device.type == "cuda"
-        self._pulled = torch.zeros(num_words - self._first_changed, dtype=torch.int32, pin_memory=is_pinned)
-        self._pushed = torch.zeros(2 * _PUSHED, dtype=torch.int64, pin_memory=is_pinned)
         self._pushed_on_device = torch.zeros(2 * _PUSHED, dtype=torch.int64, device=device)
         self.fields: Mapping[str, npt.NDArray[Any]] = {name: self._host(name) for name in sizes}
         """The wanted values of all fields."""
@@ -89,34 +86,64 @@ class SlotMemory:
         is_float = name in (*_FLOATS, "ring_logprob")
         return words.view(torch.float32 if is_float else torch.int32).view(place.shape)
 
-    def push(self) -> None:
-        """Send the wanted words that differ from the device's."""
-        end = self._first_ring
+    def push(self, *, with_state: bool = True) -> None:
+        """Send the wanted words that differ from the device's; without `with_state` none that the device changes."""
+        end = self._first_ring if with_state else self._first_changed
         (changed,) = np.nonzero(self._wanted[:end] != self._known[:end])
         for start in range(0, len(changed), _PUSHED):
             index = changed[start : start + _PUSHED]
-            pushed, on_device = (
-                one.narrow(0, 0, 2 * len(index)).view(2, -1) for one in (self._pushed, self._pushed_on_device)
-            )
-            target = pushed.numpy()
-            target[0], target[1] = index, self._wanted[index]
-            on_device.copy_(pushed)
+            on_device = self._pushed_on_device.narrow(0, 0, 2 * len(index)).view(2, -1)
+            send(np.stack((index, self._wanted[index])), on_device)
             self._words.index_copy_(0, on_device[0], on_device[1].to(torch.int32))
         self._known[:end] = self._wanted[:end]
 
-    def pull(self) -> Window:
-        """Read the words that the device changed; waits for the device."""
-        self._pulled.copy_(self._words.narrow(0, self._first_changed, len(self._pulled)))
-        words = self._pulled.numpy()
-        self._known[self._first_changed :] = words
-        self._wanted[self._first_changed :] = words
-        shape = self._places["ring_token"].shape
-        start, end = self._first_ring, self._places["ring_logprob"].start
-        return Window(
-            self.fields["num_new"].copy(),
-            self._known[start:end].reshape(shape).copy(),
-            self._known[end:].view(np.float32).reshape(shape).copy(),
-        )
+    def resume(self, num_slots: int, moved: Mapping[int, int]) -> None:
+        """Let the first slots continue that are full and may draw more tokens; the others stop.
+
+        `moved` maps slots to the slots whose state they take over.
+        """
+        state_5S = self._words.narrow(0, self._first_changed, len(_CHANGED) * self.num_slots).view(len(_CHANGED), -1)
+        if moved:
+            source = np.arange(num_slots, dtype=np.int64)
+            source[list(moved)] = list(moved.values())
+            source_S = torch.empty(num_slots, dtype=torch.int64, device=state_5S.device)
+            send(source, source_S)
+            state_5S.narrow(1, 0, num_slots).copy_(state_5S.index_select(1, source_S))
+        state_S, max_tokens_S = (one.narrow(0, 0, num_slots) for one in (self.slots.state, self.slots.max_tokens))
+        continues_S = (state_S == FULL) & (max_tokens_S > 0)
+        state_S.fill_(STOPPED).masked_fill_(continues_S, RUNNING)
+        self.slots.num_new.narrow(0, 0, num_slots).zero_()
+
+    def pull(self) -> Callable[[], Window]:
+        """Start to copy the words that the device changed; return what reads the copy when it is complete."""
+        pulled = copied(self._words.narrow(0, self._first_changed, len(self._words) - self._first_changed))
+
+        def read() -> Window:
+            words: Words = pulled.numpy()
+            self._known[self._first_changed :] = words
+            self._wanted[self._first_changed :] = words
+            shape = self._places["ring_token"].shape
+            start, end = self._first_ring, self._places["ring_logprob"].start
+            return Window(
+                self.fields["num_new"].copy(),
+                self._known[start:end].reshape(shape).copy(),
+                self._known[end:].view(np.float32).reshape(shape).copy(),
+            )
+
+        return read
+
+
+def copied(values: Tensor) -> Tensor:
+    """Return a copy in main memory, which is complete when the device has done what was started before."""
+    is_cuda = values.device.type == "cuda"
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda).copy_(values, non_blocking=is_cuda)
+
+
+def send(values: npt.NDArray[np.int64], target: Tensor) -> None:
+    """Copy to a device without waiting for it: pinned memory is reused when the copy is done."""
+    is_cuda = target.device.type == "cuda"
+    pinned = torch.from_numpy(values)
+    target.copy_(pinned.pin_memory() if is_cuda else pinned, non_blocking=is_cuda)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from nano_inference.core.step import DrawExtras, Row, RowResult
 from nano_inference.executors.cuda.decode import DecodeStep, StepKey, Stepper
@@ -21,6 +22,8 @@ from nano_inference.executors.cuda.records import SPLIT, num_splits
 from nano_inference.executors.cuda.sample_records import RUNNING, STOPPED
 from nano_inference.executors.cuda.slots import (
     MOST_TOPS,
+    Window,
+    copied,
     excluded_by_bias,
     needs_reference,
     tops_of,
@@ -83,10 +86,18 @@ class Windows:
 
     def run(self, rows: Sequence[Row]) -> dict[int, RowResult]:
         """Sample up to `num_sampled` tokens for each row; return results by row id."""
+        return self.launch(rows)()
+
+    def launch(self, rows: Sequence[Row], *, is_next: bool = False) -> Callable[[], dict[int, RowResult]]:
+        """Start a window; return what waits for its results. With `is_next`, its rows continue the last one's.
+
+        The last window must have been read unless this is the next one.
+        """
         step = self._step
         bucket = bucket_of(len(rows), step.slots.num_slots)
+        former = self._slot_of.copy()
         placed = self._place(rows, bucket)
-        self._write(placed, bucket)
+        self._write(placed, bucket, is_next=is_next)
         count = min(max(row.num_sampled for row in rows), step.slots.ring_size)
         key = StepKey(
             num_rows=bucket,
@@ -95,9 +106,23 @@ class Windows:
             has_tops=any(row.params.logprobs for row in rows),
             has_groups=self._group(placed),
         )
-        step.slots.push()
-        self._replay(key, count, wants_raw=any(row.params.raw_logprobs for row in rows))
-        return self._read(placed, key, count)
+        step.slots.push(with_state=not is_next)
+        if is_next:
+            step.slots.resume(bucket, {slot: former[row.id] for slot, row in placed if former[row.id] != slot})
+        wants_raw = any(row.params.raw_logprobs for row in rows)
+        self._replay(key, count, wants_raw=wants_raw)
+        device = step.slots.slot_S.device
+        tops = copied(self._tops_K2SN[:count]) if key.has_tops else None
+        raw = copied(self._raw_KS[:count]) if wants_raw else None
+        pull = step.slots.pull()
+        done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+        def collect() -> dict[int, RowResult]:
+            if done is not None:
+                done.synchronize()
+            return self._read(placed, pull(), tops, raw)
+
+        return collect
 
     def warm_up(self, progress: Callable[[int, int], None]) -> None:
         """Prepare the stepper for windows of any number of rows, without truncation; compile the kernels of others.
@@ -147,20 +172,26 @@ class Windows:
         if held is not None:
             self._slot_of.pop(held.row.id, None)
 
-    def _write(self, placed: Placed, bucket: int) -> None:
-        """Write what the slots of a window need; the others among the first `bucket` stop."""
+    def _write(self, placed: Placed, bucket: int, *, is_next: bool) -> None:
+        """Write what the slots of a window need; the others among the first `bucket` stop.
+
+        In a next window the device has the tokens and places.
+        """
         fields = self._step.slots.fields
         self._write_tables(placed)
         for slot, row in placed:
             self._write_row(slot, row)
         slots = [slot for slot, _ in placed]
+        fields["max_tokens"][:bucket] = 0
+        fields["max_tokens"][slots] = [row.num_sampled for _, row in placed]
+        fields["min_tokens"][slots] = [row.num_sampled if row.banned else 0 for _, row in placed]
+        if is_next:
+            return
         fields["state"][:bucket] = STOPPED
         fields["state"][slots] = RUNNING
         fields["token"][slots] = [row.tokens[0] for _, row in placed]
         fields["previous"][slots] = [row.prev_token for _, row in placed]
         fields["position"][slots] = [row.start for _, row in placed]
-        fields["max_tokens"][slots] = [row.num_sampled for _, row in placed]
-        fields["min_tokens"][slots] = [row.num_sampled if row.banned else 0 for _, row in placed]
         fields["num_new"][slots] = 0
 
     def _write_row(self, slot: int, row: Row) -> None:
@@ -211,18 +242,16 @@ class Windows:
 
     # ---- results ----
 
-    def _read(self, placed: Placed, key: StepKey, count: int) -> dict[int, RowResult]:
-        """Wait for the device; return the tokens of each row."""
-        read = self._step.slots.pull()
+    def _read(self, placed: Placed, read: Window, tops: Tensor | None, raw: Tensor | None) -> dict[int, RowResult]:
+        """Return the tokens of each row."""
         tokens_N, logprobs_N = read.ring_token.ravel().tolist(), read.ring_logprob.ravel().tolist()
         num_new_S = read.num_new.tolist()
         # Read the tokens that were drawn, up to the first whose log-probability is not finite.
         is_finite_SK = np.isfinite(read.ring_logprob)
         num_finite_S = np.where(is_finite_SK.all(axis=1), is_finite_SK.shape[1], is_finite_SK.argmin(axis=1))
         num_read_S = np.minimum(read.num_new, num_finite_S + 1).tolist()
-        tops_K2SN = self._tops_K2SN[:count].cpu().numpy() if key.has_tops else None
-        wants_raw = any(row.params.raw_logprobs for _, row in placed)
-        raw_KS = self._raw_KS[:count].tolist() if wants_raw else []
+        tops_K2SN = None if tops is None else tops.numpy()
+        raw_KS = [] if raw is None else raw.tolist()
         found = {}
         for slot, row in placed:
             start = slot * self._step.slots.ring_size
