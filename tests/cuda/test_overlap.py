@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,15 +39,20 @@ def single(tiny: Path) -> Iterator[InferenceEngine]:
         yield engine
 
 
-def run_all(engine: InferenceEngine, wanted: list[EngineRequest], seed: int | None = None) -> list[TrainingSample]:
+def run_all(
+    engine: InferenceEngine, wanted: list[EngineRequest], seed: int | None = None, counted: Counter[str] | None = None
+) -> list[TrainingSample]:
     """Run requests that arrive at once, or with a seed in the midst of windows; some are aborted and resumed."""
     rng = random.Random(seed)
     ids: list[int] = []
+    num_preempted = 0
     while len(ids) < len(wanted) or engine.has_pending():
         while len(ids) < len(wanted) and (seed is None or rng.random() < 0.4):
             ids.append(engine.add(wanted[len(ids)], claim=True))
-        engine.tick()
+        num_preempted += engine.tick().stats.num_preempted
         engine.cache.check()
+    if counted is not None:
+        counted["preempted"] = num_preempted
     samples = [sample for one in ids for sample in engine.collect(one)]
     assert engine.cache.num_free_blocks() == engine.cache.num_blocks
     engine.flush_cache()
@@ -81,10 +87,12 @@ def test_requests_that_need_no_host_have_the_bits_of_single_steps(
     tiny: Path, single: InferenceEngine, options: dict[str, Any], seed: int | None
 ) -> None:
     if "block_size" in options:
-        options = options | {"kv_cache_bytes": 30 * single.model.cache.block_bytes(4)}
+        options = options | {"kv_cache_bytes": 45 * single.model.cache.block_bytes(4)}
+    counted: Counter[str] = Counter()
     with open_exact(tiny, **options) as engine:
-        assert run_all(engine, FREE, seed) == run_all(single, FREE)
+        assert run_all(engine, FREE, seed, counted) == run_all(single, FREE)
         assert engine.overlaps["ahead"] > 3, engine.overlaps
+    assert (counted["preempted"] > 0) == ("block_size" in options)
 
 
 PLAIN = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, logprobs=1, raw_logprobs=True)
