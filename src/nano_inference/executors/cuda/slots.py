@@ -139,7 +139,7 @@ def copied(values: Tensor) -> Tensor:
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda).copy_(values, non_blocking=is_cuda)
 
 
-def send(values: npt.NDArray[np.int64], target: Tensor) -> None:
+def send(values: npt.NDArray[Any], target: Tensor) -> None:
     """Copy to a device without waiting for it: pinned memory is reused when the copy is done."""
     is_cuda = target.device.type == "cuda"
     pinned = torch.from_numpy(values)

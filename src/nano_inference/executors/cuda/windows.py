@@ -26,6 +26,7 @@ from nano_inference.executors.cuda.slots import (
     copied,
     excluded_by_bias,
     needs_reference,
+    send,
     tops_of,
     write_params,
     write_stops,
@@ -234,9 +235,9 @@ class Windows:
         prefixes = shared_prefixes(placed, step.store.block_size)
         if prefixes != self._groups:
             found = group_tables(prefixes, step.slots.num_slots, *tensors.row_QX.shape)
-            tensors.shared_R.copy_(torch.from_numpy(found.shared_R))
-            tensors.row_QX.copy_(torch.from_numpy(found.row_QX))
-            tensors.shared_Q.copy_(torch.from_numpy(found.shared_Q))
+            send(found.shared_R, tensors.shared_R)
+            send(found.row_QX, tensors.row_QX)
+            send(found.shared_Q, tensors.shared_Q)
             self._groups = prefixes
         return bool(prefixes)
 
