@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +54,18 @@ def test_windows_only_launch_kernels_on_fixed_memory(tiny: Path) -> None:
     assert {key.has_cut for key in keys} == {key.has_tops for key in keys} == {False, True}
     products = [name for key, calls in stepper.seen.items() for name, *_ in calls if name in ("mm", "addmm")]
     assert stepper.num_replays > 2 * len(keys) and products
+
+
+def test_a_step_of_one_row_makes_ten_launches_a_layer(tiny: Path) -> None:
+    """Two norms, four products, rotation, splits, merge and activation; eight around the layers. Draws count as one."""
+    strictly = Strictly(tiny, config_of(tiny))
+    with strictly.engine as engine:
+        engine.generate([[7, 8, 9]], PARAMS[0])
+        num_layers = len(engine.model.program.caches)
+    (calls,) = strictly.steppers[0].seen.values()
+    names = Counter(name for name, *_ in calls)
+    print(f"{len(calls)} launches, {10 * 24 + 8} with 24 layers: {names}")
+    assert len(calls) == 10 * num_layers + 8
 
 
 @pytest.mark.parametrize("name", others_nightly(NAMES))
