@@ -5,22 +5,21 @@ from __future__ import annotations
 import logging
 import secrets
 import warnings
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial as bound
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from nano_inference.build import EngineParts, assemble, chat_params, copied_parts
 from nano_inference.config import EngineConfig, config_of
 from nano_inference.core.admission import Admission, Limits, requests_for, scoring_requests, texts_of
 from nano_inference.core.cache import KVManager
-from nano_inference.core.core import Core, PlannedStep
+from nano_inference.core.core import Core
 from nano_inference.core.driving import Driving
+from nano_inference.core.flights import Flight, Launcher
 from nano_inference.core.mailboxes import DeltaStream, Mailboxes
-from nano_inference.core.step import RowResult
 from nano_inference.executors.protocol import Executor
 from nano_inference.models.names import WeightShapes
 from nano_inference.support.checks import check_bool, unit_vector
@@ -60,15 +59,7 @@ _LAST_PIECE_S = 2.0
 """Most seconds `shutdown` waits for a thread that gathers weights: Python aborts if one copies at exit."""
 Progress = Callable[[StepResult], None]
 Result = TypeVar("Result")
-Collect = Callable[[], Mapping[int, RowResult]]
 _log = logging.getLogger(__name__)
-
-
-class _Flight(NamedTuple):
-    """A window that was launched before the one before it was committed."""
-
-    step: PlannedStep
-    collect: Collect
 
 
 class InferenceEngine:
@@ -91,8 +82,8 @@ class InferenceEngine:
         self._is_paused = False
         self._pause_clears: bool | None = None  # whether the pause that waits forgets all K/V; None if none waits
         self._is_asleep = False
-        self._flight: _Flight | None = None  # the window that runs between two ticks
-        self._overlaps: Counter[str] = Counter()
+        self._flight: Flight | None = None  # the window that runs between two ticks
+        self._launcher = Launcher(parts.launch)
         self._failed_update: WeightError | None = None  # error of an update that `finish_update` has not raised yet
 
     def __repr__(self) -> str:
@@ -368,15 +359,20 @@ class InferenceEngine:
             is_changing = False
             try:
                 with self._driving.window:
-                    collect = self._launched(step) if flight is None else flight.collect
+                    collect = self._launcher.start(step) if flight is None else flight.collect
                     if collect is None:
                         results = runner.run(step.rows, step.copies, step.fresh) if step.rows else {}
                 if collect is not None:
                     is_changing = True
-                    ahead = self._plan_ahead(step, may_overlap=admit_new and not is_urgent)
+                    may_overlap = (
+                        admit_new
+                        and not is_urgent
+                        and (weights is None or weights.is_held or weights.state in ("idle", "staging"))
+                    )
+                    ahead = self._launcher.plan_next(self._core, step, may_overlap=may_overlap)
                     is_changing = False
                     with self._driving.window:
-                        following = self._launched_next(ahead)
+                        following = self._launcher.start_next(ahead)
                         results = collect()
             except MemoryError as error:
                 if collect is not None:  # what the device does after it is not known
@@ -403,37 +399,6 @@ class InferenceEngine:
             if weights is not None:
                 weights.end_step()
 
-    def _launched(self, step: PlannedStep) -> Collect | None:
-        """Start a step if the runner can start it without waiting."""
-        launch = self.parts.launch
-        if launch is None or not step.rows:
-            return None
-        collect = launch(step.rows, step.copies, step.fresh, is_next=False)
-        if collect is None:
-            self._overlaps["pass"] += 1
-        return collect
-
-    def _plan_ahead(self, step: PlannedStep, *, may_overlap: bool) -> PlannedStep | None:
-        """Plan the window after one that runs, unless something must happen between them."""
-        weights = self.parts.weights
-        if not may_overlap or (
-            weights is not None and weights.state not in ("idle", "staging") and not weights.is_held
-        ):
-            found: PlannedStep | str = "update"
-        else:
-            found = self._core.plan_ahead(step)
-        if isinstance(found, str):
-            self._overlaps[found] += 1
-            return None
-        return found
-
-    def _launched_next(self, ahead: PlannedStep | None) -> _Flight | None:
-        if ahead is None or self.parts.launch is None:
-            return None
-        collect = self.parts.launch(ahead.rows, (), ahead.fresh, is_next=True)
-        self._overlaps["memory" if collect is None else "ahead"] += 1
-        return None if collect is None else _Flight(ahead, collect)
-
     def _land(self) -> None:
         """Wait for the window in flight, and drop its tokens: a later step samples them again."""
         flight, self._flight = self._flight, None
@@ -449,7 +414,7 @@ class InferenceEngine:
     @property
     def overlaps(self) -> Mapping[str, int]:
         """Windows that ran while the host committed the one before ("ahead"); for others, what ended the overlap."""
-        return dict(self._overlaps)
+        return dict(self._launcher.counts)
 
     def _drain(self) -> None:
         """Run started requests to their end and start no others, also while paused."""
@@ -937,6 +902,7 @@ class InferenceEngine:
                 self.parts.executor.close()
             self._flight = None
             self.parts = self.parts.closed()
+            self._launcher = Launcher(None)
             self._empty_queues()
 
     def _empty_queues(self) -> None:
