@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -13,7 +13,7 @@ import pytest
 
 from nano_inference import AsyncEngine, EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.build import EngineParts, assemble, parts_of
-from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
+from nano_inference.core.step import BlockCopy, Launch, Row, RowResult, Runner
 from nano_inference.types import OnRunning
 from tests.cuda.engines import executor_of
 from tests.engine.test_batch_invariance import open_engine
@@ -31,16 +31,29 @@ Call = Callable[[Engine], Coroutine[Any, Any, Any]]
 class InterruptedRunner:
     """A runner that lets another thread act in the middle of one window, and waits until it has."""
 
-    def __init__(self, runner: Runner, lookahead: int) -> None:
-        self._runner, self._lookahead, self._num_windows = runner, lookahead, 0
+    def __init__(self, runner: Runner, launch: Launch | None, lookahead: int) -> None:
+        self._runner, self._launch, self._lookahead, self._num_windows = runner, launch, lookahead, 0
         self.has_started, self.may_end = Event(), Event()
 
     def run(self, rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> dict[int, RowResult]:
+        self._wait(rows)
+        return dict(self._runner.run(rows, copies, fresh))
+
+    def launch(self, rows: tuple[Row, ...], *given: Any, is_next: bool) -> Callable[[], Mapping[int, RowResult]] | None:
+        assert self._launch is not None
+        collect = self._launch(rows, *given, is_next=is_next)
+
+        def wait_and_collect() -> Mapping[int, RowResult]:
+            self._wait(rows)
+            return collect()
+
+        return None if collect is None else wait_and_collect
+
+    def _wait(self, rows: tuple[Row, ...]) -> None:
         self._num_windows += all(row.num_sampled == self._lookahead for row in rows)
         if self._num_windows == SECOND and not self.has_started.is_set():
             self.has_started.set()
             assert self.may_end.wait(TIMEOUT_S)
-        return dict(self._runner.run(rows, copies, fresh))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -58,10 +71,11 @@ def cuda_parts(config: EngineConfig) -> EngineParts:
 
 def with_a_call(parts: EngineParts, config: EngineConfig, call: Call) -> tuple[list[TrainingSample], Any]:
     """Return three samples of a prompt, and the result of `call`, which arrives while their second window runs."""
-    runner = InterruptedRunner(parts.runner, config.lookahead or 1)
+    runner = InterruptedRunner(parts.runner, parts.launch, config.lookahead or 1)
+    parts = replace(parts, runner=runner, launch=None if parts.launch is None else runner.launch)
 
     async def main() -> tuple[list[TrainingSample], Any]:
-        async with AsyncEngine(lambda: InferenceEngine(config, parts=replace(parts, runner=runner))) as engine:
+        async with AsyncEngine(lambda: InferenceEngine(config, parts=parts)) as engine:
             generated = asyncio.create_task(engine.generate([REPEATING], PLAIN, 3))
             assert await asyncio.to_thread(runner.has_started.wait, TIMEOUT_S)
             called = asyncio.create_task(call(engine))
