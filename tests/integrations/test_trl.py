@@ -172,6 +172,8 @@ def ratios_of(trainer: Any) -> tuple[float, float]:
     return min(entry[names[0]] for entry in log), max(entry[names[1]] for entry in log)
 
 
+CLOSE = 1e-4
+"""Largest difference from Transformers' log-probabilities in float32, as in `tests.models`: it varies by processor."""
 HOT: dict[str, Any] = {**SMALL, "max_steps": 1, "max_completion_length": 24, "temperature": 0.7}
 
 
@@ -192,7 +194,7 @@ def test_ratios_do_not_depend_on_the_engines_logprobs_mode(
         use_engine(trainer, engine)
         trainer.train()
     least, most = ratios_of(trainer)
-    assert options.get("top_p", 1.0) - 1e-5 <= least <= most <= 1 + 1e-5
+    assert options.get("top_p", 1.0) - CLOSE <= least <= most <= 1 + CLOSE
 
 
 EXACT: dict[str, Any] = {**SMALL, "max_completion_length": 16, "learning_rate": 1e-3, "num_iterations": 2}
@@ -270,7 +272,7 @@ def test_trls_client_names_a_raw_server_and_has_ratios_of_1_with_the_default(
         assert ("raw_logprobs" in caplog.text) == (mode == "raw")
         if mode is None:
             trainer.train()
-            assert ratios_of(trainer) == pytest.approx((1, 1), abs=1e-5)
+            assert ratios_of(trainer) == pytest.approx((1, 1), abs=CLOSE)
 
 
 def checksum_of(model: transformers.LlamaForCausalLM) -> str:

@@ -512,5 +512,5 @@ def test_answer_is_scored_without_windows(full: FullCase, kernels: str) -> None:
             found = ours.score(texts, starts, params=params)
             for score, sample in zip(found, samples, strict=True):
                 exact = list(sample.logprobs)
-                assert score == (exact if kernels == "auto" else pytest.approx(exact, abs=2e-6))
+                assert score == (exact if kernels == "auto" else pytest.approx(exact, abs=TOLERANCE))
             ours.flush_cache()
