@@ -136,7 +136,7 @@ def delta_program(library: Library, v_dim: int) -> Program:
         Convolve(x="x", out="y", weight=torch.randn(taps, channels), state=0),
         Delta(
             x="y", more="rows", a=channels, b=channels + 4, out="o", **weights,
-            num_k_heads=2, num_v_heads=4, k_dim=7, state=(taps - 1) * channels,
+            num_k_heads=2, num_v_heads=4, k_dim=7, state=(taps - 1) * channels, is_tiled=False,
         ),
         GatedNorm(x="o", more="gate", column=0, out="o", weight=torch.ones(v_dim), eps=1e-6, head_dim=v_dim),
         Gate(x="o", more="gate", column=0, out="o"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nano_inference.core.step import BlockCopy, Row, RowResult, Runner
+from nano_inference.core.step import BlockCopy, Launch, Row, RowResult, Runner
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +57,7 @@ class Recorder:
         self.draws: dict[tuple[int, int], dict[int, list[Node]]] = {}
         """(Request, sample index) -> position -> the nodes from whose logits a token was drawn for it."""
         self.num_drafts = 0
+        self._last: dict[int, int] = {}  # the token that each row has sampled last
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -77,10 +78,32 @@ class Recorder:
         """Run the step; record what each row read, wrote and drew."""
         self._move(copies, fresh)
         starts = [self._read(row) for row in rows]
-        results = self._inner.run(rows, copies, fresh)
+        results, version = self._inner.run(rows, copies, fresh), self.version()
         for row, node in zip(rows, starts, strict=True):
-            self._write(row, node, results[row.id])
+            self._write(row, node, results[row.id], version)
         return results
+
+    def wrapped(self, launch: Launch) -> Launch:
+        """Return a function that starts steps, which are recorded in their order on the device, once they are read."""
+
+        def start(
+            rows: tuple[Row, ...], copies: tuple[BlockCopy, ...], fresh: tuple[int, ...], *, is_next: bool
+        ) -> Callable[[], Mapping[int, RowResult]] | None:
+            version, collect = self.version(), launch(rows, copies, fresh, is_next=is_next)
+
+            def read() -> Mapping[int, RowResult]:
+                assert collect is not None
+                results = collect()
+                self._move(copies, fresh)
+                for row in rows:
+                    if results[row.id].tokens:  # without, its sequence ended in the window before
+                        known = row._replace(tokens=(self._last[row.id],)) if is_next else row
+                        self._write(known, self._read(known), results[row.id], version)
+                return results
+
+            return None if collect is None else read
+
+        return start
 
     def _move(self, copies: tuple[BlockCopy, ...], fresh: tuple[int, ...]) -> None:
         size = self._block_size
@@ -104,8 +127,9 @@ class Recorder:
             assert self._states[row.state.source] is node, f"request {row.request_id} read another text's state"
         return node
 
-    def _write(self, row: Row, node: Node, result: RowResult) -> None:
-        version = self.version()
+    def _write(self, row: Row, node: Node, result: RowResult, version: int) -> None:
+        if result.tokens:
+            self._last[row.id] = result.tokens[-1]
         first_draw = len(row.tokens) - row.num_drafts - 1
         drawn = self.draws.setdefault((row.request_id, row.sample_index), {})
         ahead = () if row.num_drafts else result.tokens[:-1]

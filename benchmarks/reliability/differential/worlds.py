@@ -136,11 +136,12 @@ def make_world(
     else:
         parts = assemble(config)
     if wrap is not None:
-        parts = replace(parts, runner=wrap(parts.runner))
+        parts = replace(parts, runner=wrap(parts.runner), launch=None)
     recorder = None
     if rng.random() < 0.75:
         recorder = Recorder(parts.runner, parts.kv.num_blocks, parts.kv.block_size, parts.kv.num_states)
-        parts = replace(parts, runner=recorder)
+        launch = None if parts.launch is None else recorder.wrapped(parts.launch)
+        parts = replace(parts, runner=recorder, launch=launch)
     engine = InferenceEngine(config, parts=parts)
     if recorder is not None:
         recorder.version = engine.get_weight_version
