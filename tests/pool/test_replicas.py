@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -143,33 +144,39 @@ def test_a_killed_replica_harms_only_its_own_streams_and_is_replaced(server: tup
     process, url = server
     killed, in_force = pids(process), weights_of(process)
 
-    async def read(client: httpx2.AsyncClient, index: int, started: asyncio.Semaphore) -> str:
+    async def read(
+        client: httpx2.AsyncClient, index: int, started: asyncio.Semaphore, over: asyncio.Event
+    ) -> list[str]:
         body = {"prompt": f"{index:02} is a stream", "max_tokens": 600, "ignore_eos": True, "stream": True}
         headers = {"x-session-id": f"{index}"}
-        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
-            assert reply.status_code == 200
-            text = ""
-            async for piece in reply.aiter_text():
-                if not text:
-                    started.release()
-                text += piece
-            return text
+        texts: list[str] = []
+        while not texts or not over.is_set():  # a fast replica's streams may end before the last one of another starts
+            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+                assert reply.status_code == 200
+                text = ""
+                async for piece in reply.aiter_text():
+                    if not text and not texts:
+                        started.release()
+                    text += piece
+            texts.append(text)
+        return texts
 
     async def run() -> tuple[list[str], list[int]]:
-        started = asyncio.Semaphore(0)
+        started, over = asyncio.Semaphore(0), asyncio.Event()
         async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE) as client:
-            streams = [asyncio.create_task(read(client, index, started)) for index in range(32)]
+            streams = [asyncio.create_task(read(client, index, started, over)) for index in range(32)]
             for _ in streams:
                 await started.acquire()
             opened = [one["open"] for one in (await client.get("/health")).json()["replicas"]]
+            over.set()
             os.kill(killed[0], signal.SIGKILL)
-            return list(await asyncio.gather(*streams)), opened
+            return list(chain.from_iterable(await asyncio.gather(*streams))), opened
 
     texts, opened = asyncio.run(run())
     whole = [text for text in texts if "replica_died" not in text]
     lost = [text for text in texts if "replica_died" in text]
     assert min(opened) > 0 and len(lost) > 0
-    assert len(whole) + len(lost) == 32 and len(whole) >= opened[1]
+    assert len(whole) + len(lost) >= 32 and len(whole) >= opened[1]
     assert all("error" not in text for text in whole)
     assert all(text.rstrip().endswith("[DONE]") for text in texts)
     for text in lost:
