@@ -82,7 +82,7 @@ class DecodeStep:
     store: KVStore
     has_full_decode: bool = False  # Windows of the program restrict prompt tokens only
     reads_prefixes_once: bool = True
-    """Use groups of rows that share a prefix; their tiles are larger, so that bits might depend on the group."""
+    """Use groups of rows that share a prefix; a row has the same bits with and without its group."""
 
     def run(self, key: StepKey) -> None:
         """Sample a token for each running slot among the first `key.num_rows`."""
