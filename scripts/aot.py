@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 PUBLISHED = re.compile(
     r"attend_\w+ dtype=bf16 (ratio=7 head_dim=(64|128)|ratio=4 head_dim=64|ratio=2 head_dim=128) cap=False rows=\d+"
     r"|merge_split dtype=bf16 head_dim=(64|128)"
-    r"|norm_row dtype=bf16 width=(1024|2048|4096) more=\w+ weight=True"
+    r"|norm_row dtype=bf16 more=\w+ weight=True"
+    r"|attend_row dtype=bf16 (head_dim=(64|128) norm=none|head_dim=128 norm=first\+weight)"
+    r"|multiply_norm dtype=bf16 ranges=\w+ kind=(None|silu) weight=True .*"
     r"|rotate_heads dtype=bf16 (head_dim=(64|128) rotary=True norm=none|head_dim=128 rotary=True norm=first\+weight)"
     r"|multiply_range dtype=bf16 .*|(activate|embed)_block dtype=bf16 kind=0|(load|advance)_rows"
     r"|mix_block dtype=bf16 a=False|adjust_chunk dtype=bf16 cap=False|top_row dtype=bf16 cap=False cut=False"
@@ -123,7 +125,7 @@ def order_of(ttgir: str) -> str:
     ):
         instruction = re.sub(r"warpsPerCTA = \[.*?\], |, order.*|sizePerThread.*", "", layouts[layout])
         found.add(f"{kind} {instruction} of {size} onto {'zeros' if 'cst' in onto else 'a sum'}")
-    for size, layout in re.findall(r"\}\) : \(tensor<\d+x(\d+)xf32, (#\w+)>\) -> ", ttgir):
+    for size, layout in re.findall(r"\}\) : \(tensor<(?:\d+x)?(\d+)xf32, (#\w+)>\) -> ", ttgir):
         divided = re.findall(r"(sizePerThread|threadsPerWarp|warpsPerCTA|instrShape) = \[.*?(\d+)\]", layouts[layout])
         found.add(f"rows of {size} by {divided}")
     return "; ".join(sorted(found))
@@ -183,6 +185,18 @@ class ResultCache:
                 yield result
 
 
+def differing(found: Iterable[Configuration], results: Iterable[Result]) -> dict[str, set[str]]:
+    """Return the orders of sums that must be one and are not, by name: of tiles; of a fused kernel and its parts."""
+    order = {one.name: one.order for one in results}
+    orders = defaultdict(set)
+    for one in found:
+        orders[one.sums].add(order[one.name])
+        if one.parts and order.keys() >= set(one.parts):
+            singly = {text for name in one.parts for text in order[name].split("; ") if text}
+            orders[one.sums].add("; ".join(sorted(singly)))
+    return {name: several for name, several in orders.items() if len(several) > 1}
+
+
 def table(results: Iterable[Result]) -> Iterator[str]:
     """Yield a Markdown table with a line for each kernel: the largest value of each resource."""
     yield "| kernel | configurations | shared memory, bytes | registers | stack, bytes | tensor cores |"
@@ -223,10 +237,11 @@ def main() -> int:
 
     whole = tuple(one for one in configurations() if re.match(given.only, one.name))
     whole = tuple(one for one in whole if not given.published or PUBLISHED.fullmatch(one.name))
+    parts = {name for one in whole for name in one.parts}.difference(one.name for one in whole)
+    whole += tuple(one for one in configurations() if one.name in parts)
     found = whole if given.pairwise is None else pairwise(whole, given.pairwise)
     started = time.monotonic()
     results = list(ResultCache(triton.__version__).results(found, given.jobs))
-    sums = {one.name: one.sums for one in found}
     if given.json:
         print("\n".join(json.dumps(asdict(one)) for one in results))
     else:
@@ -241,13 +256,10 @@ def main() -> int:
     beyond = [one for one in results if not one.is_within_limits]
     for one in beyond:
         print(f"{one.name}: {one.error or one}", file=sys.stderr)
-    orders = defaultdict(set)
-    for one in results:
-        orders[sums[one.name]].add(one.order)
-    differing = {name: found for name, found in orders.items() if len(found) > 1}
-    for name, different in differing.items():
-        print(f"{name}: orders of sums differ: {' | '.join(sorted(different))}", file=sys.stderr)
-    return int(bool(beyond or differing))
+    different = differing(found, results)
+    for name, orders in different.items():
+        print(f"{name}: orders of sums differ: {' | '.join(sorted(orders))}", file=sys.stderr)
+    return int(bool(beyond or different))
 
 
 if __name__ == "__main__":

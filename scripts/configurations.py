@@ -13,11 +13,12 @@ from typing import Any, get_args
 
 import torch
 
-from nano_inference.executors.cuda.checks import DTYPES, MOST_COLUMNS
+from nano_inference.executors.cuda.checks import DTYPES
 from nano_inference.executors.cuda.kernels import (
     advance,
     attend,
     attention,
+    fused,
     linear,
     multiply,
     operate,
@@ -37,7 +38,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("q_TW", "k_SJD", "v_SJD", "out_THD"), "*P"),
         **dict.fromkeys(("table_RB", "start_R", "length_R", "shared_R", "row_QX", "shared_Q", "position_T"), "*i32"),
-        **dict.fromkeys(("x_TK", "weight_NK", "bias_N", "out_TN"), "*P"),
+        **dict.fromkeys(("x_TK", "more_TK", "sum_TK", "norm_K", "weight_NK", "bias_N", "out_TN"), "*P"),
         **dict.fromkeys(("part_THND", "score_THN", "part_ZTN"), "*fp32"),
         "done_I": "*i32",
         **dict.fromkeys(("scale", "cap"), "fp32"),
@@ -69,6 +70,8 @@ _ALIGNED = frozenset(
         "stride",
         "x_stride",
         "more_stride",
+        "sum_stride",
+        "num_in",
         "out_stride",
         "up_stride",
         "y_stride",
@@ -81,6 +84,9 @@ _ALIGNED = frozenset(
 """Numbers that are multiples of 16 in most models, so that loads are wide."""
 _TILES = 128
 """Tiles of rows that share a prefix, of steps of up to 256 rows."""
+_WEIGHTS = ((False, False), (True, False), (True, True))
+"""Norms without and with weights, and with an offset."""
+_HEAD_NORMS = tuple(one for one in product(NORM_ORDERS, _WEIGHTS) if one[0] != "none" or not one[1][0])
 _INPUTS = (1024, 576, 100)
 """Numbers of inputs of a product for which its constants differ: whole tiles, whole small tiles, and neither."""
 
@@ -117,6 +123,27 @@ class Configuration:
         return self.name
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """Name the configurations that it replaces: it must add in their orders."""
+        if self.kernel_name == "attend_row":
+            return tuple(
+                text.format(**self.traits)
+                for text in (
+                    "rotate_heads dtype={dtype} head_dim={head_dim} rotary=True norm={norm}",
+                    "attend_split dtype={dtype} ratio=1 head_dim={head_dim} cap=False rows=16",
+                )
+            )
+        if self.kernel_name == "multiply_norm":
+            return tuple(
+                text.format(**self.traits)
+                for text in (
+                    "norm_row dtype={dtype} more=True weight={weight}",
+                    "multiply_range dtype={dtype} ranges={ranges} bias={bias} tile=1x16x32 inputs={inputs}",
+                )
+            )
+        return ()
+
+    @property
     def signature(self) -> dict[str, str]:
         """Return the type of each argument, as Triton writes it."""
         precision = self.traits.get("dtype", "fp32")
@@ -136,7 +163,7 @@ class Configuration:
 
 def configurations() -> tuple[Configuration, ...]:
     """Return every configuration."""
-    return (*_attention(), *_sampler(), *_rows(), *_blocks(), *_linear())
+    return (*_attention(), *_sampler(), *_rows(), *_blocks(), *_linear(), *_products_of_norms())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -150,6 +177,10 @@ def _attention() -> Iterator[Configuration]:
     for dtype, dim in product(DTYPES, HEAD_DIMS):
         traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}
         yield Configuration(attention.merge_split, attend.merge_variant(dim), traits)
+        for order, (has_weight, has_offset) in _HEAD_NORMS:
+            variant = attend.row_variant(dtype, dim, order, has_weight=has_weight, has_offset=has_offset)
+            traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
+            yield Configuration(fused.attend_row, variant, dict(traits))
 
 
 def _sampler() -> Iterator[Configuration]:
@@ -172,23 +203,20 @@ def _sampler() -> Iterator[Configuration]:
 
 def _rows() -> Iterator[Configuration]:
     """Kernels with a row or a head per program."""
-    weights = ((False, False), (True, False), (True, True))
-    widths = [1 << power for power in range(4, MOST_COLUMNS.bit_length())]
-    for dtype, width, has_more, (has_weight, has_offset) in product(DTYPES, widths, (False, True), weights):
-        variant = operate.norm_variant(width, has_more=has_more, has_weight=has_weight, has_offset=has_offset)
-        traits = {"dtype": TYPE_NAMES[dtype], "width": str(width), "more": str(has_more)}
+    for dtype, has_more, (has_weight, has_offset) in product(DTYPES, (False, True), _WEIGHTS):
+        variant = operate.norm_variant(has_more=has_more, has_weight=has_weight, has_offset=has_offset)
+        traits = {"dtype": TYPE_NAMES[dtype], "more": str(has_more)}
         traits["weight"] = f"{has_weight}{'+offset' * has_offset}"
         yield Configuration(pointwise.norm_row, variant, traits)
-    for dtype, dim, has_rotary, order, (has_weight, has_offset) in product(
-        DTYPES, HEAD_DIMS, (False, True), NORM_ORDERS, weights
+    for dtype, dim, has_rotary, (order, (has_weight, has_offset)) in product(
+        DTYPES, HEAD_DIMS, (False, True), _HEAD_NORMS
     ):
-        if order != "none" or not has_weight:
-            variant = operate.rotate_variant(
-                dim, order, has_rotary=has_rotary, has_weight=has_weight, has_offset=has_offset
-            )
-            traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim), "rotary": str(has_rotary)}
-            traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
-            yield Configuration(pointwise.rotate_heads, variant, traits)
+        variant = operate.rotate_variant(
+            dtype, dim, order, has_rotary=has_rotary, has_weight=has_weight, has_offset=has_offset
+        )
+        traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim), "rotary": str(has_rotary)}
+        traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
+        yield Configuration(pointwise.rotate_heads, variant, traits)
 
 
 def _blocks() -> Iterator[Configuration]:
@@ -218,6 +246,21 @@ def _linear() -> Iterator[Configuration]:
                 shape = {"tile": "{PARTS}x{M}x{BN}", "inputs": "{BK} even={IS_EVEN}"}
                 texts = {key: text.format(**variant.constants) for key, text in shape.items()}
                 yield Configuration(linear.multiply_range, variant, traits | texts)
+
+
+def _products_of_norms() -> Iterator[Configuration]:
+    """Kernels that replace a norm, a product and an activation."""
+    ends = [(None, False), (None, True), *((kind, False) for kind in operate.ACTIVATIONS)]
+    for dtype, is_split, has_offset, (kind, has_bias) in product(DTYPES, (False, True), (False, True), ends):
+        traits = {"dtype": TYPE_NAMES[dtype], "ranges": "split" if is_split else "one", "kind": str(kind)}
+        traits["weight"] = f"True{'+offset' * has_offset}"
+        found = [
+            multiply.norm_variant(size, dtype, kind, is_split=is_split, has_bias=has_bias, has_offset=has_offset)
+            for size in _INPUTS
+        ]
+        for variant in {str(one): one for one in found}.values():
+            more = {"bias": str(has_bias), "inputs": "{BK} even={IS_EVEN}".format(**variant.constants)}
+            yield Configuration(fused.multiply_norm, variant, traits | more)
 
 
 def pairwise(found: tuple[Configuration, ...], limit: int) -> tuple[Configuration, ...]:

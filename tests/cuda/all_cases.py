@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.cuda import attention_cases, linear_cases, pointwise_cases, refusal_cases, sampler_cases
+from tests.cuda import attention_cases, fused_cases, linear_cases, pointwise_cases, refusal_cases, sampler_cases
 from tests.cuda.case import Case
 
 
 def all_cases() -> Iterator[Case]:
     """Yield the cases of every launcher."""
     yield from attention_cases.cases()
+    yield from fused_cases.cases()
     yield from linear_cases.cases()
     yield from pointwise_cases.cases()
     yield from refusal_cases.cases()

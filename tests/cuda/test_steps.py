@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nano_inference import SamplingParams
+from nano_inference.executors.cuda.decode import StepKey
+from nano_inference.executors.cuda.records import FUSED_ROWS
+from nano_inference.executors.cuda.windows import bucket_of
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import NAMES, config_of, write_model
 from tests.cuda.plain import plain_kernels
@@ -56,16 +59,30 @@ def test_windows_only_launch_kernels_on_fixed_memory(tiny: Path) -> None:
     assert stepper.num_replays > 2 * len(keys) and products
 
 
-def test_a_step_of_one_row_makes_ten_launches_a_layer(tiny: Path) -> None:
-    """Two norms, four products, rotation, splits, merge and activation; eight around the layers. Draws count as one."""
-    strictly = Strictly(tiny, config_of(tiny))
+@pytest.mark.parametrize(
+    ("name", "num_rows", "of_layer"),
+    [
+        ("llama3-rope-ratio3-tied", 1, 5),
+        ("qwen3-ratio3-tied", FUSED_ROWS, 5),
+        ("qwen2-ratio7", 1, 5),
+        ("llama3-rope-ratio3-tied", FUSED_ROWS + 1, 10),
+    ],
+)
+def test_a_step_of_few_rows_makes_five_launches_a_layer(
+    name: str, num_rows: int, of_layer: int, tmp_path: Path
+) -> None:
+    """Attention, four products; ten with the norms, rotation, splits, merge and activation of more rows."""
+    write_model(name, tmp_path)
+    strictly = Strictly(tmp_path, config_of(tmp_path))
     with strictly.engine as engine:
-        engine.generate([[7, 8, 9]], PARAMS[0])
+        engine.generate([[7, 8, 9]] * num_rows, PARAMS[0])
         num_layers = len(engine.model.program.caches)
-    (calls,) = strictly.steppers[0].seen.values()
+    calls = strictly.steppers[0].seen[StepKey(bucket_of(num_rows, 8), 1, False, False, False)]
+    around = len(calls) - of_layer * num_layers
     names = Counter(name for name, *_ in calls)
-    print(f"{len(calls)} launches, {10 * 24 + 8} with 24 layers: {names}")
-    assert len(calls) == 10 * num_layers + 8
+    print(f"{name}, {num_rows} rows: {len(calls)} launches, {of_layer * 24 + around} with 24 layers: {names}")
+    assert around == (9 if of_layer == 5 else 8), "the first norm has no addition"
+    assert of_layer * 24 + around <= 150 or num_rows > FUSED_ROWS
 
 
 @pytest.mark.parametrize("name", others_nightly(NAMES))

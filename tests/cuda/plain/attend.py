@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.checks import check_groups, check_queries
-from nano_inference.executors.cuda.records import NO_WINDOW, SPLIT, Cache, Groups, Partials, Rows, num_splits
+from nano_inference.executors.cuda.checks import check_groups, check_queries, check_rows_of_few
+from nano_inference.executors.cuda.records import NO_WINDOW, SPLIT, Cache, Groups, NewHeads, Partials, Rows, num_splits
 from nano_inference.executors.torch.attention.context import AttentionSpec
+from tests.cuda.plain import operate
 
 _LOG2_E, _LN_2 = math.log2(math.e), math.log(2)
 
@@ -75,6 +76,22 @@ def merge_splits(out_THD: Tensor, partials: Partials, position_T: Tensor, window
     sees_TN = (position_T1 >= 0) & (split_N >= first_T1) & (split_N <= position_T1 // SPLIT)
     merged_THD = _merged(Partials(*(x[:num_tokens] for x in partials)), sees_TN).to(out_THD.dtype)
     out_THD.copy_(torch.where((position_T >= 0).view(-1, 1, 1), merged_THD, out_THD))
+
+
+def attend_rows(
+    out_THD: Tensor, partials: Partials, heads: NewHeads, position_T: Tensor, cache: Cache, spec: AttentionSpec,
+    done_I: Tensor,
+) -> None:  # fmt: skip
+    """Write the attention output of tokens that each are a row, and their keys and values to the cache."""
+    check_rows_of_few(out_THD, heads, cache, spec, done_I)
+    row_T = torch.arange(out_THD.size(0), dtype=torch.int32, device=out_THD.device)
+    cache = cache._replace(table_RB=cache.table_RB[: out_THD.size(0)])
+    q_THD = torch.zeros_like(out_THD)
+    angles = heads.cos_LF, heads.sin_LF
+    operate.rotate_and_store(q_THD, heads.qkv_TW, *angles, position_T, row_T, cache, heads.norms)
+    start_R = torch.arange(out_THD.size(0) + 1, dtype=torch.int32, device=out_THD.device)
+    attend_splits(partials, q_THD, cache, Rows(start_R, position_T + 1, torch.zeros_like(position_T)), spec)
+    merge_splits(out_THD, partials, position_T, spec.window)
 
 
 def attend_chunks(

@@ -1,4 +1,4 @@
-"""The launcher of `kernels.multiply` in plain torch.
+"""The launchers of `kernels.multiply` in plain torch.
 
 Shapes: T tokens, N outputs, K inputs, M = `MOST_ROWS` rows of a tile.
 """
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nano_inference.executors.cuda.checks import check_product
-from nano_inference.executors.cuda.records import MOST_ROWS, RangeMemory, range_size
+from nano_inference.executors.cuda.records import MOST_ROWS, RangeMemory, SumNorm, range_size
+from nano_inference.models.ops import Activation
+from tests.cuda.plain import operate
 
 
 def multiply(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, memory: RangeMemory) -> None:
@@ -29,3 +31,22 @@ def multiply(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | N
             last = min(first + size, num_in)
             sum_MN += (x_MK[:, first:last] @ weight_NK[:, first:last].float().t())[:num_tokens]
         out_MN.copy_(sum_MN if bias_N is None else sum_MN + bias_N.float())
+
+
+def multiply_norm(
+    out_TN: Tensor, norm: SumNorm, weight_NK: Tensor, bias_N: Tensor | None, kind: Activation | None,
+    memory: RangeMemory,
+) -> None:  # fmt: skip
+    """Write x + more to the sum, and the product of its norm to out, or the activation of the product."""
+    x_TK = torch.empty_like(norm.sum_TK)
+    operate.norm(
+        x_TK, norm.x_TK, norm.weight_K, eps=norm.eps, offset=norm.offset, more_TW=norm.more_TK, sum_TW=norm.sum_TK
+    )
+    if kind is None:
+        multiply(out_TN, x_TK, weight_NK, bias_N, memory)
+        return
+    whole_TN = x_TK.new_empty(x_TK.size(0), weight_NK.size(0))
+    multiply(whole_TN, x_TK, weight_NK, bias_N, memory)
+    width = out_TN.size(1)
+    up_TN = None if kind == "relu_squared" else whole_TN[:, width:]
+    operate.activate(out_TN, whole_TN[:, :width], up_TN, kind)

@@ -14,11 +14,13 @@ from nano_inference.executors.cuda.records import (
     RATIOS,
     Cache,
     Groups,
+    NewHeads,
     RangeMemory,
     group_rows,
     num_sums,
 )
 from nano_inference.executors.cuda.sample_records import Scratch
+from nano_inference.executors.torch.attention.context import AttentionSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # supported precisions of activations, weights and caches
 MOST_COLUMNS = 1 << 14  # largest width of a norm
@@ -88,6 +90,15 @@ def check_heads_of_rows(q_THD: Tensor, qkv_TW: Tensor, cos_LF: Tensor | None, ca
         raise ValueError(
             f"cos_LF must have at most {head_dim // 2} columns, half of the head size; got {cos_LF.size(1)}"
         )
+
+
+def check_rows_of_few(out_THD: Tensor, heads: NewHeads, cache: Cache, spec: AttentionSpec, done_I: Tensor) -> None:
+    check_heads_of_rows(out_THD, heads.qkv_TW, heads.cos_LF, cache)
+    needed = out_THD.size(0) * cache.k_SJD.size(1)
+    if done_I.numel() < needed:
+        raise ValueError(f"done_I must have {needed} values, got {done_I.numel()}")
+    if spec.softcap is not None:
+        raise ValueError("attend_rows supports no soft cap")
 
 
 def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: RangeMemory) -> None:

@@ -14,7 +14,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nano_inference.executors.cuda.records import Cache, Groups, HeadNorms, Partials, RangeMemory, Rows
+from nano_inference.executors.cuda.records import (
+    Cache,
+    Groups,
+    HeadNorms,
+    NewHeads,
+    Partials,
+    RangeMemory,
+    Rows,
+    SumNorm,
+)
 from nano_inference.executors.cuda.sample_records import Scratch, Slots, Tables
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.models.ops import Activation, TablePart, TableRows
@@ -42,6 +51,18 @@ class AttentionKernels(Protocol):
 
     def merge_splits(self, out_THD: Tensor, partials: Partials, position_T: Tensor, window: int | None) -> None:
         """Write the attention output of each token from its partial results; none at negative positions."""
+
+    def attend_rows(
+        self,
+        out_THD: Tensor,
+        partials: Partials,
+        heads: NewHeads,
+        position_T: Tensor,
+        cache: Cache,
+        spec: AttentionSpec,
+        done_I: Tensor,
+    ) -> None:
+        """Rotate, store and attend for tokens that each are a row: `rotate_and_store`, splits and merge."""
 
     def attend_chunks(
         self, out_THD: Tensor, q_THD: Tensor, cache: Cache, rows: Rows, spec: AttentionSpec, *, max_queries: int
@@ -113,6 +134,17 @@ class ProductKernels(Protocol):
         self, out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, memory: RangeMemory
     ) -> None:
         """Write x Wᵀ + bias."""
+
+    def multiply_norm(
+        self,
+        out_TN: Tensor,
+        norm: SumNorm,
+        weight_NK: Tensor,
+        bias_N: Tensor | None,
+        kind: Activation | None,
+        memory: RangeMemory,
+    ) -> None:
+        """Write a sum, and the product of its norm, or its activation: `norm`, `multiply` and `activate`."""
 
 
 class SamplingKernels(Protocol):

@@ -1,6 +1,7 @@
 """Lowers a program to a list of kernel launches on registers, fused where the kernels allow it.
 
-`Norm` absorbs the `Add` before it; one launch replaces `HeadNorm`, `Rotate` and `Store` of a layer.
+`Norm` absorbs the `Add` before it; one launch replaces `HeadNorm`, `Rotate` and `Store` of a layer. `fusions` has those
+of few tokens.
 
 Raises `ValueError` naming an operation that the kernels cannot compute.
 
@@ -16,9 +17,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cuda.fusions import chain_size, fuse
 from nano_inference.executors.cuda.passes import Pass
 from nano_inference.executors.cuda.records import MOST_ROWS, MOST_SPLIT_ROWS, HeadNorms, num_sums
-from nano_inference.executors.cuda.registers import Columns, Heads, Lowered, Lowering, Machine
+from nano_inference.executors.cuda.registers import Columns, Heads, Lowered, Lowering, Machine, StoredHeads
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.models import ops
 from nano_inference.models.ops import Op
@@ -41,8 +43,12 @@ def lower(
     state = Lowering(machine, part, num_rows, live, dict(given), owned=list(reusable), free=list(reusable))
     index = 0
     while index < len(part):
-        count = _lower(state, index)
-        index += count
+        start, size = index, chain_size(state, index)
+        before, num_launches = dict(state.places), len(state.launches)
+        while index < start + size:
+            index += _lower(state, index)
+        if size > 1:
+            fuse(state, start, size, before, num_launches)
         state.release(state.live[index - 1] | given.keys())
     if state.heads is not None:
         raise ValueError("HeadNorm and Rotate: the CUDA kernels need a Store of the same keys behind them")
@@ -121,11 +127,7 @@ def _add_norm(state: Lowering, add: ops.Add, op: ops.Norm) -> None:
 def _linear(state: Lowering, op: ops.Linear, live: frozenset[str]) -> None:
     machine, num_in = state.machine, op.matrices[0].shape[1]
     x = state.places[op.x]._replace(width=num_in)
-    weight_NK = machine.weights.stacked(op.matrices)
-    bias_N = machine.weights.stacked(op.biases) if op.biases else None
-    if op.num_rows is not None:
-        weight_NK = weight_NK.narrow(0, 0, op.num_rows)
-        bias_N = None if bias_N is None else bias_N.narrow(0, 0, op.num_rows)
+    weight_NK, bias_N = state.matrix(op)
     out = state.place(op.out, op.widths)
 
     def run(step: Pass | None, n: int) -> None:
@@ -226,6 +228,7 @@ def _store(state: Lowering, op: ops.Store, live: frozenset[str]) -> None:
     )
     cos_LF, sin_LF = (None, None) if heads.rope is None else machine.ropes[heads.rope]
     qkv = Columns(q.register, 0, q.width + k.width + v.width)
+    state.stored = None if cos_LF is None or sin_LF is None else StoredHeads(qkv, cos_LF, sin_LF, norms)
     out = state.place([attend.q], [q.width])
 
     def run(step: Pass | None, n: int) -> None:

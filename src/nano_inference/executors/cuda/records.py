@@ -1,7 +1,8 @@
 """Arguments that the CUDA kernels and their plain counterparts share: attention, head norms, the split of a product.
 
 Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots of the cache, B blocks per row,
-N splits, Q tiles of rows that share a prefix, X rows per tile.
+N splits, Q tiles of rows that share a prefix, X rows per tile, W width of a buffer, K inputs of a product, L positions,
+F rotary size / 2.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 NO_WINDOW = 1 << 30
 GROUP_ROWS = 32  # rows of a group's tile: rows of the step times query heads per kv head
 MOST_ROWS = 16  # most tokens that `multiply` computes where cuBLAS may compute more
+FUSED_ROWS = 4  # most tokens whose norms, rotations and activations are computed by products and attention
 MOST_SPLIT_ROWS = 256  # most tokens of a product whose ranges are computed by different programs
 TILE_OUT, TILE_IN = 32, 128  # outputs and inputs of a tile of `MOST_ROWS` tokens
 PROGRAMS = 264  # programs to aim at: two for each of a Hopper GPU's 132 multiprocessors
@@ -92,6 +94,28 @@ class HeadNorms:
     offset: float = 0.0
     q_D: Tensor | None = None  # weights of queries and keys: both or neither
     k_D: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewHeads:
+    """Queries, keys and values of a step before their norms and rotation."""
+
+    qkv_TW: Tensor  # heads of queries, keys and values, in this order
+    cos_LF: Tensor  # a row for each position, in the model's precision
+    sin_LF: Tensor
+    norms: HeadNorms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumNorm:
+    """The norm of x + more (`models.ops.Add` and `Norm`), and where the sum is written: neither x nor more."""
+
+    x_TK: Tensor
+    more_TK: Tensor
+    sum_TK: Tensor
+    weight_K: Tensor
+    eps: float
+    offset: float = 0.0
 
 
 def range_size(num_out: int, num_in: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.passes import Pass
 from nano_inference.executors.cuda.ranks import RankMemory
-from nano_inference.executors.cuda.records import NormOrder, RangeMemory
+from nano_inference.executors.cuda.records import HeadNorms, NormOrder, RangeMemory
 from nano_inference.executors.torch.weights import TorchWeights
 from nano_inference.models import ops
 from nano_inference.models.ops import Number, Op
@@ -102,6 +102,16 @@ class Heads:
     rope: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredHeads:
+    """What a `Store` reads: queries, keys and values of one register, with their norms and rotation."""
+
+    qkv: Columns
+    cos_LF: Tensor
+    sin_LF: Tensor
+    norms: HeadNorms
+
+
 @dataclass
 class Lowering:
     """Buffers and free registers while operations are lowered, in order."""
@@ -114,6 +124,7 @@ class Lowering:
     owned: list[int]  # registers that this part may use
     free: list[int]  # those of them that hold no live buffer
     heads: Heads | None = None
+    stored: StoredHeads | None = None  # of the latest `Store` with a rotation
     launches: list[Launch] = field(default_factory=list)
     keep_after: int | None = None
     kept: tuple[int, ...] = ()
@@ -148,6 +159,12 @@ class Lowering:
         if others or place.width != self.machine.registers.width(place.register):
             raise ValueError(f"{type(op).__name__} of {name}: the CUDA kernels need a buffer of its own here")
         return place.register
+
+    def matrix(self, op: ops.Linear) -> tuple[Tensor, Tensor | None]:
+        """Return the merged matrices and biases of a `Linear`."""
+        weights, size = self.machine.weights, sum(op.widths)
+        bias_N = weights.stacked(op.biases).narrow(0, 0, size) if op.biases else None
+        return weights.stacked(op.matrices).narrow(0, 0, size), bias_N
 
     def number(self, number: Number) -> Tensor:
         return self.machine.weights.tensors[number.weight.name].narrow(0, number.index, 1)

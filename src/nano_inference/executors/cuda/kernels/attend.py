@@ -8,15 +8,28 @@ N splits, Q tiles of rows that share a prefix, X rows per tile.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.checks import check_groups, check_heads, check_queries
-from nano_inference.executors.cuda.kernels import attention
+from nano_inference.executors.cuda.checks import check_groups, check_heads, check_queries, check_rows_of_few
+from nano_inference.executors.cuda.kernels import attention, fused
 from nano_inference.executors.cuda.kernels.variant import Variant, is_interpreted, padded
-from nano_inference.executors.cuda.records import GROUP_ROWS, NO_WINDOW, PROGRAMS, SPLIT, Cache, Groups, Partials, Rows
+from nano_inference.executors.cuda.records import (
+    GROUP_ROWS,
+    NO_WINDOW,
+    NORM_ORDERS,
+    PROGRAMS,
+    SPLIT,
+    Cache,
+    Groups,
+    NewHeads,
+    NormOrder,
+    Partials,
+    Rows,
+)
 from nano_inference.executors.torch.attention.context import AttentionSpec
 
 _DECODE_ROWS, _CHUNK_ROWS = 16, 64
@@ -51,12 +64,20 @@ def attend_variant(
         constants["SPLIT"] = SPLIT
     if kind == "group":
         constants["QUERY_TILES"] = padded(num_tiles)
-    return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=2)
+    return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=2, fuses=False)
+
+
+def row_variant(dtype: torch.dtype, head_dim: int, order: NormOrder, *, has_weight: bool, has_offset: bool) -> Variant:
+    """Return the constants of `attend_rows`: those of `attend_splits` and of the norms of heads."""
+    found = attend_variant("split", dtype, 1, head_dim, has_cap=False)
+    constants = {name: found.constants[name] for name in ("D", "P", "M", "C", "SPLIT", "UPCAST")}
+    constants |= {"NORM": NORM_ORDERS.index(order), "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
+    return replace(found, constants=constants)
 
 
 def merge_variant(head_dim: int) -> Variant:
     """Return the constants of `merge_splits`."""
-    return Variant(constants={"D": head_dim, "P": padded(head_dim), "SPLIT": SPLIT}, num_warps=1)
+    return Variant(constants={"D": head_dim, "P": padded(head_dim), "SPLIT": SPLIT}, num_warps=1, fuses=False)
 
 
 def attend_splits(
@@ -121,6 +142,33 @@ def merge_splits(out_THD: Tensor, partials: Partials, position_T: Tensor, window
         out_THD,
         partials.score_THN.size(2),
         window or NO_WINDOW,
+    )
+
+
+def attend_rows(
+    out_THD: Tensor, partials: Partials, heads: NewHeads, position_T: Tensor, cache: Cache, spec: AttentionSpec,
+    done_I: Tensor,
+) -> None:  # fmt: skip
+    """Write the attention output of tokens that each are a row, and their keys and values to the cache.
+
+    Computes `operate.rotate_and_store`, `attend_splits` and `merge_splits`, with a rotation and without a soft cap.
+    Row t of the block table is that of token t. `done_I` (int32) has a number for each token and kv head: zeros before
+    and after.
+    """
+    check_rows_of_few(out_THD, heads, cache, spec, done_I)
+    num_tokens, num_heads, head_dim = out_THD.shape
+    num_kv, splits, norms, qkv = cache.k_SJD.size(1), partials.score_THN.size(2), heads.norms, heads.qkv_TW
+    check_heads(num_heads // num_kv, head_dim)
+    has_weight, has_offset = norms.q_D is not None, norms.offset != 0
+    variant = row_variant(qkv.dtype, head_dim, norms.order, has_weight=has_weight, has_offset=has_offset)
+    q_norm, k_norm = (qkv if one is None else one for one in (norms.q_D, norms.k_D))
+    (variant.upcast() if is_interpreted(qkv) else variant).launch(
+        fused.attend_row,
+        (num_tokens, num_kv, splits),
+        *(qkv, q_norm, k_norm, heads.cos_LF, heads.sin_LF, position_T, cache.table_RB, cache.k_SJD, cache.v_SJD),
+        *(*partials, done_I, out_THD, qkv.stride(0), cache.table_RB.stride(0), num_heads // num_kv, num_kv),
+        *(cache.block_size, splits, norms.eps, norms.offset, 2 * heads.cos_LF.size(1)),
+        *(spec.window or NO_WINDOW, spec.scale),
     )
 
 

@@ -237,6 +237,38 @@ def attend_group(
             store_partial(part_THND, score_THN, best_M, mass_M, out_MP, head_M * num_splits + split, valid_M, D, P)
 
 
+@triton.jit
+def merged(
+    part_THND: tl.tensor,
+    score_THN: tl.tensor,
+    head_M: tl.tensor,
+    valid_M: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    num_splits: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+) -> tl.tensor:
+    """Return the outputs of heads of tokens from the partial results of splits [first, end), in ascending order."""
+    dim_P = tl.arange(0, P)
+    valid_MP = valid_M[:, None] & (dim_P < D)[None, :]
+    best_M, mass_M = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
+    out_MP = tl.zeros([M, P], tl.float32)
+    for split in range(first, end):
+        at_M = head_M * num_splits + split
+        # others may have written them in this kernel: not in L1
+        score_M = tl.load(score_THN + at_M, mask=valid_M, other=0.0, cache_modifier=".cg")
+        at_MP = at_M[:, None] * D + dim_P[None, :]
+        part_MP = tl.load(part_THND + at_MP, mask=valid_MP, other=0.0, cache_modifier=".cg")
+        new_M = tl.maximum(best_M, score_M)
+        decay_M, weight_M = tl.exp2(best_M - new_M), tl.exp2(score_M - new_M)
+        out_MP = out_MP * decay_M[:, None] + part_MP * weight_M[:, None]
+        mass_M = mass_M * decay_M + weight_M
+        best_M = new_M
+    return out_MP / mass_M[:, None]
+
+
 @triton.jit(do_not_specialize=["window", "num_splits"])
 def merge_split(
     part_THND: tl.tensor,
@@ -252,21 +284,14 @@ def merge_split(
     """Add the partial results of one head of one token, in ascending order of splits. Grid: (tokens, heads)."""
     begin_kernel()
     token = tl.program_id(0).to(tl.int64)
-    head = token * tl.num_programs(1) + tl.program_id(1)
+    head_1 = token * tl.num_programs(1) + tl.program_id(1) + tl.arange(0, 1)
     position = tl.load(position_T + token)
-    dim_P = tl.arange(0, P)
-    best, mass = float("-inf"), 0.0
-    out_P = tl.zeros([P], tl.float32)
-    for split in range(tl.maximum(0, position + 1 - window) // SPLIT, position // SPLIT + 1):
-        score = tl.load(score_THN + head * num_splits + split)
-        part_P = tl.load(part_THND + (head * num_splits + split) * D + dim_P, mask=dim_P < D, other=0.0)
-        new = tl.maximum(best, score)
-        decay, weight = tl.exp2(best - new), tl.exp2(score - new)
-        out_P = out_P * decay + part_P * weight
-        mass = mass * decay + weight
-        best = new
     if position >= 0:
-        tl.store(out_THD + head * D + dim_P, (out_P / mass).to(out_THD.dtype.element_ty), mask=dim_P < D)
+        dim_P = tl.arange(0, P)
+        first, end = tl.maximum(0, position + 1 - window) // SPLIT, position // SPLIT + 1
+        out_1P = merged(part_THND, score_THN, head_1, head_1 >= 0, first, end, num_splits, D, P, 1)
+        at_1P = head_1[:, None] * D + dim_P[None, :]
+        tl.store(out_THD + at_1P, out_1P.to(out_THD.dtype.element_ty), mask=(dim_P < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["window", "num_tiles"])

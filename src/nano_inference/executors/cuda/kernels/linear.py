@@ -44,6 +44,19 @@ def added(a: tl.tuple, b: tl.tuple, PARTS: tl.constexpr) -> tl.tuple:
     return found
 
 
+@triton.jit
+def sum_of_ranges(
+    at_MB: tl.tensor, size: tl.tensor, num_ranges: tl.tensor, valid_MB: tl.tensor, M: tl.constexpr, BN: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return the sums of all ranges, added in order. `at_MB` points to those of the first, `size` before the next."""
+    sum_MB = tl.zeros([M, BN], tl.float32)
+    for _ in range(num_ranges):
+        # others wrote it: not in L1
+        sum_MB += tl.load(at_MB, mask=valid_MB, other=0.0, cache_modifier=".cg")
+        at_MB += size
+    return sum_MB
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def multiply_range(
     x_TK: tl.tensor,
@@ -123,11 +136,7 @@ def multiply_range(
                 place_M = part * M + token_M
                 valid_MB = (row + place_M < num_tokens)[:, None] & (out_B < num_out)[None, :]
                 at_MB = part_ZTN + place_M[:, None] * num_out + out_B[None, :]
-                sum_MB = tl.zeros([M, BN], tl.float32)
-                for _ in range(num_ranges):
-                    # others wrote it: not in L1
-                    sum_MB += tl.load(at_MB, mask=valid_MB, other=0.0, cache_modifier=".cg")
-                    at_MB += size
+                sum_MB = sum_of_ranges(at_MB, size, num_ranges, valid_MB, M, BN)
                 store_products(sum_MB, bias_N, out_TN, out_B, place_M, valid_MB, num_out, out_stride, HAS_BIAS)
             tl.store(done_I + tile, 0)
     else:

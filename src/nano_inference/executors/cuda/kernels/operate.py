@@ -11,29 +11,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.checks import check_dtype, check_heads_of_rows, check_norm, check_rows, check_width
+from nano_inference.executors.cuda.checks import check_dtype, check_heads_of_rows, check_norm, check_rows
 from nano_inference.executors.cuda.kernels import pointwise
 from nano_inference.executors.cuda.kernels.variant import Variant, padded
 from nano_inference.executors.cuda.records import NORM_ORDERS, Cache, HeadNorms, NormOrder
 from nano_inference.models.ops import Activation, TablePart, TableRows
 
 COLUMNS, HEADS = 1024, 16  # columns, and heads of a token, per program
+NORM_COLUMNS = 2048  # columns of a row whose squares are added side by side
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "relu_squared")
 TABLE_ROWS: tuple[TableRows, ...] = ("token", "previous", "pair")
 
 
-def norm_variant(width: int, *, has_more: bool, has_weight: bool, has_offset: bool) -> Variant:
-    """Return the constants of `norm`. Raises `ValueError` if the rows are too wide."""
-    check_width(width)
-    constants = {"P": padded(width), "HAS_MORE": has_more, "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
-    return Variant(constants=constants, num_warps=max(1, min(16, padded(width) // 256)), fuses=False)
+def norm_variant(*, has_more: bool, has_weight: bool, has_offset: bool) -> Variant:
+    """Return the constants of `norm`."""
+    constants = {"C": NORM_COLUMNS, "HAS_MORE": has_more, "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
+    return Variant(constants=constants, num_warps=4, fuses=False)
 
 
-def rotate_variant(head_dim: int, order: NormOrder, *, has_rotary: bool, has_weight: bool, has_offset: bool) -> Variant:
-    """Return the constants of `rotate_and_store`."""
+def rotate_variant(
+    dtype: torch.dtype, head_dim: int, order: NormOrder, *, has_rotary: bool, has_weight: bool, has_offset: bool
+) -> Variant:
+    """Return the constants of `rotate_and_store`, with the warps of `attend_rows`."""
     constants = {"D": head_dim, "P": padded(head_dim), "H": HEADS, "HAS_ROTARY": has_rotary}
     constants |= {"NORM": NORM_ORDERS.index(order), "HAS_WEIGHT": has_weight, "HAS_OFFSET": has_offset}
-    return Variant(constants=constants, num_warps=4, fuses=False)
+    return Variant(constants=constants, num_warps=8 if dtype == torch.float32 else 4, fuses=False)
 
 
 def block_variant(**constants: int | bool) -> Variant:
@@ -53,11 +55,11 @@ def norm(
 ) -> None:
     """Write `models.ops.Norm` of x to out. With `more` and `sum`: write x + more to sum, and its norm to out.
 
-    `sum` may be x; it has the strides of out.
+    `sum` is neither x nor more; it has the strides of out.
     """
     check_norm(out_TW, x_TW, more_TW, sum_TW)
     width = x_TW.size(1)
-    variant = norm_variant(width, has_more=more_TW is not None, has_weight=weight_W is not None, has_offset=offset != 0)
+    variant = norm_variant(has_more=more_TW is not None, has_weight=weight_W is not None, has_offset=offset != 0)
     more, total = (x_TW if one is None else one for one in (more_TW, sum_TW))
     weight = x_TW if weight_W is None else weight_W
     variant.launch(
@@ -90,7 +92,7 @@ def rotate_and_store(
     rotary_dim = 0 if cos_LF is None else 2 * cos_LF.size(1)
     has_weight, has_offset = norms.q_D is not None, norms.offset != 0
     variant = rotate_variant(
-        head_dim, norms.order, has_rotary=rotary_dim > 0, has_weight=has_weight, has_offset=has_offset
+        qkv_TW.dtype, head_dim, norms.order, has_rotary=rotary_dim > 0, has_weight=has_weight, has_offset=has_offset
     )
     cos, sin, q_norm, k_norm = (qkv_TW if one is None else one for one in (cos_LF, sin_LF, norms.q_D, norms.k_D))
     variant.launch(

@@ -3,8 +3,8 @@
 Each computes in float32 and rounds where the operation's docstring says so; `executors.torch.ops` is the reference.
 
 Shapes: T tokens of the step, W width of a buffer, R rows of the step, B blocks per row, S slots of the cache, H heads,
-J kv heads, D head size, L positions, F rotary size / 2, V rows of a table, C columns of a block (P padded). A pointer
-has the suffix of what is behind it.
+J kv heads, D head size, L positions, F rotary size / 2, V rows of a table, C columns of a block, P padded head
+size. A pointer has the suffix of what is behind it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,44 @@ def weighted(
 
 
 @triton.jit
+def summed(
+    x_at: tl.tensor, more_at: tl.tensor, mask: tl.tensor, out: tl.tensor, HAS_MORE: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Return elements of x, float32, or of x + more rounded to the precision of `out`. Arguments are their places."""
+    x = tl.load(x_at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_MORE:
+        x = rounded(x + tl.load(more_at, mask=mask, other=0.0).to(tl.float32), out)
+    return x
+
+
+@triton.jit
+def inverse_rms(
+    x_W: tl.tensor, more_W: tl.tensor, out: tl.tensor, width: tl.tensor, eps: tl.tensor,
+    C: tl.constexpr, HAS_MORE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return 1 / sqrt(mean square + eps) of a row (`summed`). C and the number of warps determine the sum's order."""
+    square_C = tl.zeros([C], tl.float32)
+    for start in range(0, width, C):
+        column_C = start + tl.arange(0, C)
+        x_C = summed(x_W + column_C, more_W + column_C, column_C < width, out, HAS_MORE)
+        square_C += x_C * x_C
+    return tl.rsqrt(tl.sum(square_C, 0) / width + eps)
+
+
+@triton.jit
+def normalised(
+    x: tl.tensor, inverse: tl.tensor, weight_at: tl.tensor, mask: tl.tensor, offset: tl.tensor, out: tl.tensor,
+    HAS_WEIGHT: tl.constexpr, HAS_OFFSET: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return elements of a row times `inverse_rms`, weighted, in the precision of `out`."""
+    x = x * inverse
+    if HAS_WEIGHT:
+        weight = tl.load(weight_at, mask=mask, other=0.0).to(tl.float32)
+        x = weighted(x, weight, offset, out, HAS_OFFSET)
+    return x.to(out.dtype.element_ty)
+
+
+@triton.jit
 def norm_row(
     x_TW: tl.tensor,
     more_TW: tl.tensor,
@@ -40,7 +78,7 @@ def norm_row(
     width: tl.tensor,
     eps: tl.tensor,
     offset: tl.tensor,
-    P: tl.constexpr,
+    C: tl.constexpr,
     HAS_MORE: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_OFFSET: tl.constexpr,
@@ -48,18 +86,17 @@ def norm_row(
     """Write sum = x + more, and norm(sum); or norm(x). Grid: (T,)."""
     begin_kernel()
     row = tl.program_id(0).to(tl.int64)
-    column_P = tl.arange(0, P)
-    valid_P = column_P < width
-    x_P = tl.load(x_TW + row * x_stride + column_P, mask=valid_P, other=0.0).to(tl.float32)
-    if HAS_MORE:
-        x_P += tl.load(more_TW + row * more_stride + column_P, mask=valid_P, other=0.0).to(tl.float32)
-        x_P = rounded(x_P, sum_TW)
-        tl.store(sum_TW + row * out_stride + column_P, x_P.to(sum_TW.dtype.element_ty), mask=valid_P)
-    x_P = x_P * tl.rsqrt(tl.sum(x_P * x_P, 0) / width + eps)
-    if HAS_WEIGHT:
-        weight_P = tl.load(weight_W + column_P, mask=valid_P, other=0.0).to(tl.float32)
-        x_P = weighted(x_P, weight_P, offset, out_TW, HAS_OFFSET)
-    tl.store(out_TW + row * out_stride + column_P, x_P.to(out_TW.dtype.element_ty), mask=valid_P)
+    x_TW, more_TW = x_TW + row * x_stride, more_TW + row * more_stride
+    sum_TW, out_TW = sum_TW + row * out_stride, out_TW + row * out_stride
+    inverse = inverse_rms(x_TW, more_TW, sum_TW, width, eps, C, HAS_MORE)
+    for start in range(0, width, C):
+        column_C = start + tl.arange(0, C)
+        valid_C = column_C < width
+        x_C = summed(x_TW + column_C, more_TW + column_C, valid_C, sum_TW, HAS_MORE)
+        if HAS_MORE:
+            tl.store(sum_TW + column_C, x_C.to(sum_TW.dtype.element_ty), mask=valid_C)
+        out_C = normalised(x_C, inverse, weight_W + column_C, valid_C, offset, out_TW, HAS_WEIGHT, HAS_OFFSET)
+        tl.store(out_TW + column_C, out_C, mask=valid_C)
 
 
 @triton.jit
@@ -134,6 +171,63 @@ def turned_heads(
 
 
 @triton.jit
+def heads_of(
+    qkv_W: tl.tensor,
+    head_H: tl.tensor,
+    q_norm_D: tl.tensor,
+    k_norm_D: tl.tensor,
+    cos_LF: tl.tensor,
+    sin_LF: tl.tensor,
+    position: tl.tensor,
+    num_q: tl.tensor,
+    num_kv: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
+    rotary_dim: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    HAS_ROTARY: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+) -> tl.tensor:
+    """Return some heads of a token's queries, keys and values: as they are, and after `turned_heads`."""
+    dim_P, valid_H = tl.arange(0, P), head_H < num_q + 2 * num_kv
+    head_HD = qkv_W + head_H * D
+    given_HP = tl.load(head_HD[:, None] + dim_P[None, :], mask=valid_H[:, None] & (dim_P < D)[None, :], other=0.0)
+    norm_HD = tl.where(head_H < num_q, q_norm_D, k_norm_D)
+    turned_HP = turned_heads(
+        given_HP.to(tl.float32), head_HD, valid_H, norm_HD, cos_LF, sin_LF, position, eps, offset, rotary_dim,
+        qkv_W, D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
+    ).to(qkv_W.dtype.element_ty)  # fmt: skip
+    return given_HP, turned_HP
+
+
+@triton.jit
+def store_heads(
+    k_SJD: tl.tensor,
+    v_SJD: tl.tensor,
+    table_B: tl.tensor,
+    position: tl.tensor,
+    block_size: tl.tensor,
+    kv_head_H: tl.tensor,
+    num_kv: tl.tensor,
+    given_HP: tl.tensor,
+    turned_HP: tl.tensor,
+    D: tl.constexpr,
+    P: tl.constexpr,
+) -> None:
+    """Write the keys and values among heads to a token's slot. `kv_head_H` counts from its first key."""
+    dim_P = tl.arange(0, P)
+    slot = tl.load(table_B + position // block_size).to(tl.int64) * block_size + position % block_size
+    at_HP, inside_P = (slot * num_kv + kv_head_H)[:, None] * D + dim_P[None, :], dim_P < D
+    is_key_H = (kv_head_H >= 0) & (kv_head_H < num_kv)
+    is_value_H = (kv_head_H >= num_kv) & (kv_head_H < 2 * num_kv)
+    tl.store(k_SJD + at_HP, turned_HP, mask=is_key_H[:, None] & inside_P[None, :])
+    tl.store(v_SJD + at_HP - num_kv * D, given_HP, mask=is_value_H[:, None] & inside_P[None, :])
+
+
+@triton.jit
 def rotate_heads(
     qkv_TW: tl.tensor,
     q_norm_D: tl.tensor,
@@ -167,25 +261,29 @@ def rotate_heads(
     token, head_H = tl.program_id(0).to(tl.int64), tl.program_id(1) * H + tl.arange(0, H)
     position = tl.load(position_T + token)
     if position >= 0:
+        given_HP, turned_HP = heads_of(
+            qkv_TW + token * stride, head_H, q_norm_D, k_norm_D, cos_LF, sin_LF, position, num_q, num_kv, eps, offset,
+            rotary_dim, D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
+        )  # fmt: skip
         dim_P = tl.arange(0, P)
-        is_q_H, is_turned_H, valid_H = head_H < num_q, head_H < num_q + num_kv, head_H < num_q + 2 * num_kv
-        head_HD = qkv_TW + token * stride + head_H * D
-        inside_HP = valid_H[:, None] & (dim_P < D)[None, :]
-        given_HP = tl.load(head_HD[:, None] + dim_P[None, :], mask=inside_HP, other=0.0)
-        norm_HD = tl.where(is_q_H, q_norm_D, k_norm_D)
-        turned_HP = turned_heads(
-            given_HP.to(tl.float32), head_HD, valid_H, norm_HD, cos_LF, sin_LF, position, eps, offset, rotary_dim,
-            qkv_TW, D, P, HAS_ROTARY, NORM, HAS_WEIGHT, HAS_OFFSET,
-        ).to(qkv_TW.dtype.element_ty)  # fmt: skip
         at_HP = (token * num_q + head_H)[:, None] * D + dim_P[None, :]
-        tl.store(q_THD + at_HP, turned_HP, mask=inside_HP & is_q_H[:, None])
+        tl.store(q_THD + at_HP, turned_HP, mask=(head_H < num_q)[:, None] & (dim_P < D)[None, :])
         if tl.program_id(1) * H + H > num_q:
             table_B = table_RB + tl.load(row_T + token).to(tl.int64) * table_stride
-            slot = tl.load(table_B + position // block_size).to(tl.int64) * block_size + position % block_size
-            at_HP = (slot * num_kv + head_H - num_q)[:, None] * D + dim_P[None, :]
-            tl.store(k_SJD + at_HP, turned_HP, mask=inside_HP & (is_turned_H & ~is_q_H)[:, None])
-            at_HP = (slot * num_kv + head_H - num_q - num_kv)[:, None] * D + dim_P[None, :]
-            tl.store(v_SJD + at_HP, given_HP, mask=inside_HP & ~is_turned_H[:, None])
+            kv_head_H = head_H - num_q
+            store_heads(k_SJD, v_SJD, table_B, position, block_size, kv_head_H, num_kv, given_HP, turned_HP, D, P)
+
+
+@triton.jit
+def activated(gate: tl.tensor, up: tl.tensor, out: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
+    """Return act(gate) · up, or relu(gate)², float32."""
+    if KIND == RELU_SQUARED:
+        return tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
+    if KIND == SILU:
+        gate = gate * sigmoid(gate)
+    else:
+        gate = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+    return rounded(gate, out) * up
 
 
 @triton.jit
@@ -204,16 +302,11 @@ def activate_block(
     begin_kernel()
     row, column_C = tl.program_id(0).to(tl.int64), tl.program_id(1) * C + tl.arange(0, C)
     valid_C = column_C < width
-    x_C = tl.load(gate_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
-    if KIND == RELU_SQUARED:
-        x_C = tl.maximum(x_C, 0.0) * tl.maximum(x_C, 0.0)
-    else:
-        if KIND == SILU:
-            x_C = x_C * sigmoid(x_C)
-        else:
-            x_C = 0.5 * x_C * (1.0 + tanh(0.7978845608028654 * (x_C + 0.044715 * x_C * x_C * x_C)))
+    gate_C = tl.load(gate_TW + row * x_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
+    up_C = gate_C
+    if KIND != RELU_SQUARED:
         up_C = tl.load(up_TW + row * up_stride + column_C, mask=valid_C, other=0.0).to(tl.float32)
-        x_C = rounded(x_C, out_TW) * up_C
+    x_C = activated(gate_C, up_C, out_TW, KIND)
     tl.store(out_TW + row * out_stride + column_C, x_C.to(out_TW.dtype.element_ty), mask=valid_C)
 
 
