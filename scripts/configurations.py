@@ -179,8 +179,8 @@ def _attention() -> Iterator[Configuration]:
         yield Configuration(attention.merge_split, attend.merge_variant(dim), traits)
         for order, (has_weight, has_offset) in _HEAD_NORMS:
             variant = attend.row_variant(dtype, dim, order, has_weight=has_weight, has_offset=has_offset)
-            traits["norm"] = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
-            yield Configuration(fused.attend_row, variant, dict(traits))
+            norm = f"{order}{'+weight' * has_weight}{'+offset' * has_offset}"
+            yield Configuration(fused.attend_row, variant, traits | {"norm": norm})
 
 
 def _sampler() -> Iterator[Configuration]:

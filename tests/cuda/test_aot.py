@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.aot import PUBLISHED, waits_first
+from scripts.aot import PUBLISHED, Result, differing, waits_first
 
 ROOT = Path(__file__).parents[2]
 MOST_CONFIGURATIONS = 50
@@ -101,6 +102,28 @@ def test_tiles_of_all_sizes_add_in_the_same_order(dtype: str) -> None:
         rows[named[one["name"]].sums].add(named[one["name"]].num_rows)
     assert sorted(map(sorted, rows.values())) == [[16, 32], [16, 32, 64, 128]]
     assert all(one["order"] for one in found)
+
+
+FUSED = (
+    r"multiply_norm dtype=bf16 ranges=split kind=silu weight=True bias=False inputs=128 even=True"
+    r"|attend_row dtype=bf16 head_dim=128 norm=first\+weight$"
+)
+"""Of a product with a norm and an activation, and of attention with head norms."""
+
+
+def test_fused_kernels_add_in_the_orders_of_those_that_they_replace() -> None:
+    from scripts.configurations import configurations
+
+    done = aot("--json", "--only", FUSED)
+    assert done.returncode == 0, done.stderr
+    results = [Result(**json.loads(line)) for line in done.stdout.splitlines()]
+    named = {one.name: one for one in configurations()}
+    found = [named[one.name] for one in results]
+    parts = {name for one in found for name in one.parts}
+    assert len(parts) == 4 and len(found) == 6 and not differing(found, results)
+    for part in parts:
+        others = [replace(one, order="another") if one.name == part else one for one in results]
+        assert len(differing(found, others)) == 1
 
 
 OTHERS = """

@@ -201,7 +201,7 @@ def bits(sample: Any) -> tuple[Any, ...]:
     return sample.completion_tokens, sample.logprobs, sample.top_logprobs, sample.raw_logprobs
 
 
-@pytest.mark.parametrize("name", [pytest.param("gemma2", marks=pytest.mark.nightly), "G4"])
+@pytest.mark.parametrize("name", ["qwen3-ratio3-tied", pytest.param("gemma2", marks=pytest.mark.nightly), "G4"])
 def test_deterministic_results_do_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
     write_model(name, tmp_path)
     prompts = [[*range(40)], [7, 8], [*range(3, 20)], [3, 2, 1]] * 3

@@ -1,6 +1,7 @@
 """Launchers of the attention kernels.
 
-Decode: `attend_groups` if rows share prefixes, else `attend_splits`; then `merge_splits`. Prefill: `attend_chunks`.
+Decode: `attend_rows` for few rows, others `attend_groups` if they share prefixes, else `attend_splits`; then
+`merge_splits`. Prefill: `attend_chunks`.
 
 Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots of the cache, B blocks per row,
 N splits, Q tiles of rows that share a prefix, X rows per tile.
