@@ -510,7 +510,6 @@ class InferenceEngine:
         if self._pause_clears is None or (must_drain and self._core.started_requests()):
             return
         if self._pause_clears:
-            self._land()
             self._core.forget_kv()
         self._pause_clears, self._is_paused = None, True
 

@@ -15,7 +15,7 @@ from nano_inference import InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.types import EngineRequest, OnRunning
 from tests.cuda.engines import open_cuda
 from tests.cuda.models import config_of, write_model
-from tests.engine.test_lookahead import REQUESTS, bare
+from tests.engine.test_lookahead import REQUESTS, ForceOne, MaskAfter, bare
 
 TIGHT: dict[str, Any] = {"block_size": 4, "max_tokens_per_batch": 32}
 
@@ -93,6 +93,18 @@ def test_requests_that_need_no_host_have_the_bits_of_single_steps(
         assert run_all(engine, FREE, seed, counted) == run_all(single, FREE)
         assert engine.overlaps["ahead"] > 3, engine.overlaps
     assert (counted["preempted"] > 0) == ("block_size" in options)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2])
+@pytest.mark.parametrize("more", [{"make_matcher": MaskAfter}, {"program": ForceOne()}], ids=["mask", "program"])
+def test_what_the_host_decides_ends_the_overlap(
+    tiny: Path, single: InferenceEngine, lookahead: int, more: dict[str, Any]
+) -> None:
+    """The matcher has masks after some tokens only, which may be the last of a window."""
+    wanted = [EngineRequest(prompt=[9, 3, i], params=replace(PLAIN, seed=i), **more) for i in range(3)]
+    with open_exact(tiny, lookahead=lookahead) as engine:
+        assert run_all(engine, wanted) == run_all(single, wanted)
+        assert engine.overlaps["choice"] and ("program" in more or engine.overlaps["ahead"]), engine.overlaps
 
 
 PLAIN = SamplingParams(max_tokens=40, seed=3, ignore_eos=True, logprobs=1, raw_logprobs=True)

@@ -14,19 +14,19 @@ from nano_inference.core.step import UNREAD, Row
 
 
 def is_current(seq: Sequence, row: Row) -> bool:
-    """Return whether a row is still the sequence's next one: it was not aborted, ended or preempted meanwhile."""
-    return seq.finish_reason is None and bool(seq.blocks) and seq.num_computed == row.start
+    """Return whether a row is still the sequence's next one: it neither ended nor was preempted or got a mask."""
+    is_open = seq.finish_reason is None and bool(seq.blocks) and seq.token_mask is None
+    return is_open and seq.num_computed == row.start
 
 
 def must_wait(seq: Sequence, row: Row) -> bool:
-    """Return whether the host decides what follows this row's tokens, or has results to store first."""
-    request = seq.request
+    """Return whether the host must read this row's tokens before others can be sampled, or has results to store."""
     return (
-        seq.matcher is not None
-        or request.program is not None
+        seq.token_mask is not None
+        or seq.request.program is not None
         or seq.has_penalties
         or bool(row.banned)
-        or seq.num_new + row.num_sampled < request.params.min_tokens
+        or seq.num_new + row.num_sampled < seq.request.params.min_tokens
         or row.num_drafts > 0
         or row.score_from is not None
         or row.pool_from is not None
