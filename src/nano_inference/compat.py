@@ -283,14 +283,14 @@ class PromptCache(KVManager):
         """
         tokens = self._taken(block_ids, num_computed)
         computed = tokens[:num_computed]
-        blocks = tuple(self.publish(computed, _NO_SALT, block_ids, 0, len(computed)))
+        blocks = tuple(self.publish(computed, _NO_SALT, list(block_ids), 0, len(computed)))
         self._allocated[blocks[-1]] = blocks, tokens
         return blocks
 
     def deallocate(self, block_ids: Seq[int], num_computed: int | None = None) -> None:
         """Release a prompt's blocks and publish its first `num_computed` tokens (default: all). Raises `ValueError`."""
         computed = self._taken(block_ids, num_computed)[:num_computed]
-        self.release(self.publish(computed, _NO_SALT, block_ids, 0, len(computed)))
+        self.release(self.publish(computed, _NO_SALT, list(block_ids), 0, len(computed)))
 
     def _taken(self, block_ids: Seq[int], num_computed: int | None) -> tuple[int, ...]:
         """Forget that the blocks are allocated; return their tokens."""

@@ -32,17 +32,17 @@ class PagedKVCache(KVManager):
             found.append(block)
         return Hit(tuple(found), sum(not self._pool.refs[block] for block in found))
 
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: list[int], start: int, end: int) -> list[int]:
         """Make the whole blocks of tokens[:end] findable, from block index `start` on; return `blocks` unchanged."""
         size = self.block_size
         chain = self._hash_of.get(blocks[start - 1]) if start else root_hash(*salt)
         if chain is None:  # the prefix was flushed, so its continuations cannot be found either
-            return list(blocks)
+            return blocks
         for index in range(start, end // size):
             chain = compute_block_hash(tokens[index * size : (index + 1) * size], chain)
             self._hash_of[blocks[index]] = chain
             self._block_of.setdefault(chain, blocks[index])
-        return list(blocks)
+        return blocks
 
     def check(self) -> None:
         self._pool.check()

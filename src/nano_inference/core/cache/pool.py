@@ -145,11 +145,11 @@ class KVManager(ABC):
         return self._pool.take(count, self._evict)
 
     @abstractmethod
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: list[int], start: int, end: int) -> list[int]:
         """Make the K/V of tokens[:end] findable, from block index `start` on; return the block table to continue with.
 
-        Where another block with the same tokens is already published, the returned table may contain it instead; the
-        replaced block is released.
+        That is `blocks`, or where another block with the same tokens is already published, a copy that may contain it
+        instead; the replaced block is released.
         """
 
     def keep_state(

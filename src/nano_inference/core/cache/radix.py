@@ -58,10 +58,10 @@ class RadixKVCache(KVManager):
         block, count = self._longest_match(node, tuple(tokens[start : min(limit, start + self.block_size)]))
         return Hit(tuple(found), num_idle, block, count)
 
-    def publish(self, tokens: Sequence[int], salt: Salt, blocks: Sequence[int], start: int, end: int) -> list[int]:
+    def publish(self, tokens: Sequence[int], salt: Salt, blocks: list[int], start: int, end: int) -> list[int]:
         """Publish a partly filled last block too; replace published full blocks: a sequence holds all its parents."""
         size = self.block_size
-        table = list(blocks)
+        table = blocks
         if not end:
             return table
         before = blocks[start - 1] if start else self._root(salt)
@@ -78,6 +78,8 @@ class RadixKVCache(KVManager):
                 continue
             self._pool.hold([owner])
             self.release([block])
+            if table is blocks:
+                table = blocks.copy()
             table[index] = parent = owner
         if not start:
             self._drop_unused_root(self._roots[salt])
