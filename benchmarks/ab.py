@@ -1,8 +1,6 @@
 """Compare this tree with another commit, token by token, on this machine and in this run.
 
     python benchmarks/ab.py [--against REV] [--only llama,nanochat-G4] [--kernels avx2]
-    python benchmarks/ab.py --golden     # this tree against benchmarks/golden, without another commit
-    python benchmarks/ab.py --record     # writes the entries that --golden compares with
 
 REV (default: HEAD~1 in a clean tree, else HEAD) is checked out into a temporary worktree. The same recording program
 runs in both trees, each in its own process, on the same random checkpoints: every family, every generation of
@@ -37,7 +35,7 @@ from typing import get_args
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
 
-from recording import checkpoints, golden  # noqa: E402
+from recording import checkpoints  # noqa: E402
 from recording.cases import BITWISE, Case, cases_of  # noqa: E402
 from recording.streams import Recording, first_difference  # noqa: E402
 
@@ -76,48 +74,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--against", metavar="REV", default="", help="commit to compare with")
     parser.add_argument("--only", default="", help="names of models, or how they begin, separated by commas")
     parser.add_argument("--kernels", default="auto", choices=[name for name in get_args(KernelsName) if name != "off"])
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--golden", action="store_true", help="compare all bits with this machine's golden file")
-    what.add_argument("--record", action="store_true", help="write this machine's golden file")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[Outcome]:
     """Write the checkpoints, record, compare."""
     chosen = checkpoints.names([one for one in options.only.split(",") if one])
-    against = None if options.golden or options.record else options.against
-    if against == "":  # a changed tree is compared with the commit that it comes from
+    against = options.against
+    if not against:  # a changed tree is compared with the commit that it comes from
         against = "HEAD" if git(ROOT, "status", "--porcelain").strip() else "HEAD~1"
     files = {name: checkpoints.write(name, folder) for name in chosen}
     cases = [case for name in chosen for case in cases_of(name)]
-    if against is None:
-        cases = [case for case in cases if case.tolerance == BITWISE]
-        key = golden.machine_key(options.kernels)
-        (recorded,) = record([ROOT], cases, files, options.kernels, folder)
-        digests = {name: checkpoints.digest(path) for name, path in files.items()}
-        return against_golden(cases, recorded, digests, golden.FOLDER / f"{key}.json", write=options.record)
     with worktree(ROOT, against, folder / "worktree") as other:
         print(f"this tree against {against}", flush=True)
         here, there = record([ROOT, other], cases, files, options.kernels, folder)
     triples = zip(cases, here, there, strict=True)
     return [(case, mine, first_difference(mine, other, case.tolerance)) for case, mine, other in triples]
-
-
-def against_golden(
-    cases: Sequence[Case], recorded: Sequence[Recording], digests: Mapping[str, str], path: Path, *, write: bool
-) -> list[Outcome]:
-    """Compare with a golden file, or write it. Raises `CannotCompare` where there is none."""
-    entries = {case.name: golden.entry_of(one, digests[case.model]) for case, one in zip(cases, recorded, strict=True)}
-    if write:
-        golden.write(path, entries)
-        print(f"wrote {path}")
-    known = golden.read(path)
-    if not known:
-        there = ", ".join(sorted(one.stem for one in path.parent.glob("*.json"))) or "none"
-        raise CannotCompare(f"no golden file for {path.stem}; --record writes it (there are: {there})")
-    print(f"this tree against {path.stem}")
-    pairs = zip(cases, recorded, strict=True)
-    return [(case, one, golden.difference(entries[case.name], known.get(case.name))) for case, one in pairs]
 
 
 # ---- two trees ------------------------------------------------------------------------------------------------------

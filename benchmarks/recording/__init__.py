@@ -1,1 +1,1 @@
-"""What ab.py compares: checkpoints, requests, the recording program, streams of tokens, golden files."""
+"""What ab.py compares: checkpoints, requests, the recording program, streams of tokens."""

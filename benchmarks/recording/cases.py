@@ -72,7 +72,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What identifies it in reports and golden files."""
+        """What identifies it in reports."""
         return f"{self.model} {self.dtype} {self.path} {self.scenario}"
 
 

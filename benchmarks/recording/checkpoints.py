@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,6 @@ from nano_inference.loading.downloads import is_whole
 
 GENERATIONS = ("G0", "G1", "G2", "G2e", "G2s", "G3", "G4")
 BLOCKS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K")
-_WEIGHTS = (".safetensors", ".gguf", ".pt")
 
 
 def names(only: Iterable[str] = ()) -> list[str]:
@@ -95,14 +93,3 @@ def _write_blocks(path: Path, kind_name: str) -> Path:
             writer.add_tensor(name, values)
     tiny_models.finish(writer)
     return path
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a model's weights as they are on disk."""
-    whole = hashlib.sha256()
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix in _WEIGHTS:
-            with file.open("rb") as opened:
-                whole.update(hashlib.file_digest(opened, "sha256").digest())
-    return whole.hexdigest()
