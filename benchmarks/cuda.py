@@ -12,8 +12,9 @@ this order, so that a run that is cut off has the most important figures:
   tokens, with and without reading their keys once; bench.py and one request for the three other models
 - kernels: single launches and their share of the ceilings
 - profile: for each model, which kernels take the time of a decode step, and which are neither ours nor cuBLAS's
+- nanochat: d12 and d20 by the arithmetic of its scripts/infer_bench.py, with 1 to 128 rows (needs tiktoken)
 - peers: bench.py by Transformers' continuous batching, and by the engines of `--peers DIR`: each of vllm, nano-vllm and
-  mini-sglang that is an environment DIR/ENGINE, on the checkpoints DIR/MODEL
+  mini-sglang that is an environment DIR/ENGINE, on the checkpoints DIR/MODEL; decode attention by DIR/flashinfer
 
 Each figure is printed when it is known, with its bar (docs/cuda.md) and roofline where there is one, and written to
 the JSON file. Each model of a section runs in its own process: an error in a kernel spoils that process only. After

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -19,6 +19,7 @@ from nano_inference.loading.sources import TensorSource
 from nano_inference.models import dense
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.ops import WeightSpec
+from nano_inference.models.program import Program
 
 MAX_LEN = 4096
 
@@ -103,8 +104,23 @@ def open_random(
     bench: Bench, name: str, *, reads_prefixes_once: bool = True, is_deterministic: bool = False
 ) -> InferenceEngine:
     """Return an engine on a model with random weights, with its usual graphs captured."""
+    model = config_of(bench.shape(name))
+    choices = {"reads_prefixes_once": reads_prefixes_once, "is_deterministic": is_deterministic}
+    return open_program(bench, model, dense.program(model), load_random, **choices)
+
+
+def open_program(
+    bench: Bench,
+    model: ModelConfig,
+    program: Program,
+    load: Callable[[CudaExecutor], None],
+    *,
+    reads_prefixes_once: bool = True,
+    is_deterministic: bool = False,
+) -> InferenceEngine:
+    """Return an engine on a program whose weights `load` puts in place, with its usual graphs captured."""
     config = EngineConfig(
-        model_path=name,
+        model_path=model.architecture,
         device=str(bench.device),
         max_batch_size=bench.sized(256, 8),
         max_model_len=bench.sized(MAX_LEN, 512),
@@ -118,17 +134,23 @@ def open_random(
         is_deterministic=is_deterministic,
         reads_prefixes_once=reads_prefixes_once,
     )
-    model = config_of(bench.shape(name))
-    executor = CudaExecutor(model, dense.program(model), bench.device, bench.dtype, bench.kernels, limits)
-    engine = open_on(executor, config)
+    executor = CudaExecutor(model, program, bench.device, bench.dtype, bench.kernels, limits)
+    engine = open_on(executor, config, load)
     executor.warm_up(lambda done, total: None)
     return engine
 
 
-def open_on(executor: CudaExecutor, config: EngineConfig) -> InferenceEngine:
-    """Return an engine on an executor, whose weights become random numbers that are the same each time."""
+def load_random(executor: CudaExecutor) -> None:
+    """Make an executor's weights random numbers that are the same each time."""
     torch.manual_seed(0)
     load_weights(executor, {name: TensorSource(value) for name, value in random_weights(executor)})
+
+
+def open_on(
+    executor: CudaExecutor, config: EngineConfig, load: Callable[[CudaExecutor], None] = load_random
+) -> InferenceEngine:
+    """Return an engine on an executor whose weights `load` puts in place."""
+    load(executor)
     return InferenceEngine(config, parts=parts_of(executor, config))
 
 

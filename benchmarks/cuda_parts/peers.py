@@ -1,4 +1,7 @@
-"""The peers section: bench.py's requests by Transformers' continuous batching, and by engines of other environments."""
+"""The peers section: bench.py's requests by Transformers' continuous batching, and by engines of other environments.
+
+Also the launch that FlashInfer has: decode attention, on the rows of the kernels section.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cuda_parts.engines import workload
 from benchmarks.cuda_parts.models import MAX_LEN, Bench
@@ -61,19 +65,36 @@ def results_tokens(results: list[object]) -> int:
 
 def engine_of(bench: Bench, sink: Sink, name: str, engine: str, home: Path) -> None:
     """Measure an engine in its own environment, on a checkpoint of the model."""
-    python, model = home / engine / "bin" / "python", home / name
-    for path in (python, model):
-        if not path.exists():
-            sink.add(f"{engine}, {name}", f"skipped: no {path}")
-            return
     prompts, sizes = workload(bench, bench.shape(name).vocab_size)
-    command = [str(python), str(Path(__file__).with_name("peer.py")), engine, str(model), str(MAX_LEN)]
-    done = subprocess.run(
-        command, input=json.dumps([prompts, sizes]), capture_output=True, text=True, timeout=UNIT_SECONDS - 10
-    )
+    seconds = _asked(sink, f"{engine}, {name}", home / engine, [home / name, MAX_LEN], [prompts, sizes])
+    if seconds is not None:
+        _add(sink, f"{engine}, {name}", name, sum(sizes), seconds)
+
+
+def flashinfer(bench: Bench, sink: Sink, name: str, home: Path) -> None:
+    """Measure decode attention by FlashInfer."""
+    shape, num_rows, length = bench.shape(name), bench.sized(256, 4), bench.sized(1024, 300)
+    figure = f"decode attention, {num_rows} x {length}, {name}"
+    sizes = [num_rows, length, shape.num_heads, shape.num_kv_heads, shape.head_dim]
+    seconds = _asked(sink, f"flashinfer, {name}", home / "flashinfer", [], sizes)
+    if seconds is not None:
+        ours = sink.ceilings.get(figure)
+        more = {} if ours is None else {"ours": ours, "ours is": 1e6 * seconds / ours}
+        sink.add(f"flashinfer, {figure}", 1e6 * seconds, "µs", **more)
+
+
+def _asked(sink: Sink, figure: str, home: Path, arguments: list[object], given: Any) -> float | None:
+    """Return the seconds that peer.py measures in an environment; None, and a figure that says so, if it is absent."""
+    python = home / "bin" / "python"
+    absent = next((one for one in (python, *arguments) if isinstance(one, Path) and not one.exists()), None)
+    if absent is not None:
+        sink.add(figure, f"skipped: no {absent}")
+        return None
+    command = [str(one) for one in (python, Path(__file__).with_name("peer.py"), home.name, *arguments)]
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=UNIT_SECONDS - 10)
     if done.returncode:
         raise RuntimeError(done.stderr[-1000:])
-    _add(sink, f"{engine}, {name}", name, sum(sizes), float(done.stdout.splitlines()[-1]))
+    return float(done.stdout.splitlines()[-1])
 
 
 def _add(sink: Sink, figure: str, name: str, num_tokens: int, seconds: float) -> None:

@@ -13,13 +13,14 @@ import torch
 from benchmarks.cuda_parts import engines, peers
 from benchmarks.cuda_parts.kernels import kernels
 from benchmarks.cuda_parts.models import SHAPES, Bench, open_random
+from benchmarks.cuda_parts.nanochat import DEPTHS, nanochat
 from benchmarks.cuda_parts.report import Report, Sink, Unit, run_unit
 from benchmarks.cuda_parts.timing import seconds_of
 from nano_inference import InferenceEngine, SamplingParams
 from nano_inference.executors.opening import CUDA_LOOKAHEAD
 
 FIRST, *OTHERS = SHAPES
-SECTIONS = ("ceilings", "engine", "kernels", "profile", "peers")
+SECTIONS = ("ceilings", "engine", "kernels", "profile", "nanochat", "peers")
 MOST_LISTED = 10
 
 
@@ -116,11 +117,15 @@ def units(is_dry: bool, home: Path | None) -> Iterator[Unit]:
     for section, measure in (("kernels", kernels), ("profile", profile)):
         for name in [FIRST] if is_dry else SHAPES:
             yield Unit(section, name, partial(measure, name=name))
+    for depth in DEPTHS:
+        yield Unit("nanochat", f"d{depth}", partial(nanochat, depth=depth))
     for name in [FIRST] if is_dry else SHAPES:
         yield Unit("peers", f"Transformers, {name}", partial(peers.transformers_batching, name=name))
         for engine in peers.ENGINES if home else ():
             measure = partial(peers.engine_of, name=name, engine=engine, home=home)
             yield Unit("peers", f"{engine}, {name}", measure)
+        if home:
+            yield Unit("peers", f"flashinfer, {name}", partial(peers.flashinfer, name=name, home=home))
 
 
 def run_sections(given: argparse.Namespace) -> int:

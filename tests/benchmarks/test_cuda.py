@@ -43,7 +43,7 @@ def run() -> Iterator[Run]:
 
 def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
     out = tmp_path / "cuda.json"
-    command = [sys.executable, "benchmarks/cuda.py", "--dry", "--only", "engine,ceilings", "--out", str(out)]
+    command = [sys.executable, "benchmarks/cuda.py", "--dry", "--only", "engine,ceilings,nanochat", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(out.read_text())
@@ -65,6 +65,9 @@ def test_a_dry_run_measures_every_model(tmp_path: Path) -> None:
         assert exact["bar"] == bar and exact["of not deterministic"] == exact["value"] / plain["value"]
     rate, copy = by_name["bench.py, Qwen3-0.6B"], by_name["copy"]["value"]
     assert rate["per GB/s"] == pytest.approx(rate["value"] / copy) and rate["bar per GB/s"] == 6
+    for depth in ("d12", "d20"):
+        assert by_name[f"prompt of 244 tokens, {depth}"]["MFU"] > 0
+        assert min(by_name[f"8 rows, {depth}"][key] for key in ("value", "ms to the first", "MBU", "MFU")) > 0
     assert by_name["longest tick with an update, Qwen2.5-0.5B"]["bar"] > 0
     assert len([line for line in done.stdout.splitlines() if line.startswith("dry ")]) == len(figures)
 
@@ -94,19 +97,24 @@ def test_one_model_is_measured_alone(run: Run) -> None:
 
 
 def test_peers_are_measured_on_the_same_requests(tmp_path: Path) -> None:
-    """Transformers is; an environment whose Python is a script; one without a checkpoint's engine is named."""
-    python = tmp_path / "vllm" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text("#!/bin/sh\ncat >/dev/null\necho loading\necho 0.5\n")
-    python.chmod(0o755)
+    """Transformers is; environments whose Python is a script; one without a checkpoint's engine is named."""
+    for engine in ("vllm", "flashinfer"):
+        python = tmp_path / engine / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\ncat >/dev/null\necho loading\necho 0.5\n")
+        python.chmod(0o755)
     (tmp_path / "Qwen2.5-0.5B").mkdir()
-    command = [sys.executable, "benchmarks/cuda.py", "--dry", "--only", "peers", "--peers", str(tmp_path)]
+    command = [sys.executable, "benchmarks/cuda.py", "--dry", "--only", "kernels,peers", "--peers", str(tmp_path)]
     out = tmp_path / "cuda.json"
     done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {one["name"]: one["value"] for one in json.loads(out.read_text())["figures"]}
+    figures = json.loads(out.read_text())["figures"]
+    found = {one["name"]: one["value"] for one in figures}
     _, sizes = workload(open_bench(is_dry=True), 160)
     assert found["Transformers, Qwen2.5-0.5B"] > 0 and found["vllm, Qwen2.5-0.5B"] == sum(sizes) / 0.5
+    attention = "decode attention, 4 x 300, Qwen2.5-0.5B"
+    (theirs,) = (one for one in figures if one["name"] == f"flashinfer, {attention}")
+    assert theirs["value"] == 5e5 and theirs["ours is"] == 5e5 / found[attention]
     assert found["nano-vllm, Qwen2.5-0.5B"] == f"skipped: no {tmp_path / 'nano-vllm' / 'bin' / 'python'}"
 
 
