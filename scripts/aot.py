@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -178,7 +179,11 @@ class ResultCache:
         if not missing:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with ProcessPoolExecutor(jobs) as pool, self._path.open("a") as file:
+        ignored = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; a worker would die with a lock
+        with (
+            ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=ignored) as pool,
+            self._path.open("a") as file,
+        ):
             for result in pool.map(compiled_by_name, missing):
                 file.write(json.dumps([keys[result.name], asdict(result)]) + "\n")
                 file.flush()
