@@ -15,8 +15,8 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loading.gguf import PackedTensor
 from nano_inference.loading.gguf_file import GgufTensor, read_gguf
+from nano_inference.loading.packed import Exchanged, PackedTensor
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.rope import frequencies
 from nano_inference.types import ModelError
@@ -127,7 +127,9 @@ def test_dequantising_in_pieces_matches_gguf_package(kind: Kind, piece_values: i
     target = torch.empty(24, 512)
     PackedTensor(tmp_path / "x.gguf", tensor, piece_values=piece_values).read_into(target)
     assert torch.equal(target.nan_to_num(nan=7.0), whole.nan_to_num(nan=7.0))
-    PackedTensor(tmp_path / "x.gguf", tensor, head_rows=8, piece_values=piece_values).read_into(target)
+    PackedTensor(tmp_path / "x.gguf", tensor, row_order=Exchanged((-1, 4, 2, 1)), piece_values=piece_values).read_into(
+        target
+    )
     undone = whole.view(3, 4, 2, 512).transpose(1, 2).reshape(24, 512)
     assert torch.equal(target.nan_to_num(nan=7.0), undone.nan_to_num(nan=7.0))
 
@@ -136,14 +138,16 @@ def test_dequantising_in_pieces_matches_gguf_package(kind: Kind, piece_values: i
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
 def test_a_part_of_a_tensor_is_that_of_the_whole(kind: Kind, tmp_path: Path) -> None:
     packed = random_blocks(24, 512, kind, np.random.default_rng(1)) if kind in HALVES else plain_rows(kind)
-    source = PackedTensor(tmp_path / "x.gguf", one_tensor(tmp_path / "x.gguf", packed, kind), head_rows=8)
+    source = PackedTensor(
+        tmp_path / "x.gguf", one_tensor(tmp_path / "x.gguf", packed, kind), row_order=Exchanged((-1, 4, 2, 1))
+    )
     whole = torch.empty(24, 512)
     source.read_into(whole)
     for start, stop in ((0, 8), (8, 24)):
         part = torch.empty(stop - start, 512)
         source.rows(start, stop).read_into(part)
         assert torch.equal(part, whole[start:stop])
-    straight = replace(source, head_rows=0)
+    straight = replace(source, row_order=None)
     straight.read_into(whole)
     for start, stop in ((0, 256), (256, 512), (100, 300), (511, 512)):
         columns = torch.empty(24, stop - start)

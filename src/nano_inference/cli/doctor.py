@@ -32,8 +32,8 @@ from nano_inference.executors.cpu.matrix import can_keep, can_round
 from nano_inference.executors.devices import available_memory, free_bytes
 from nano_inference.loading.catalog import WHEELS, ModelEntry, list_models
 from nano_inference.loading.checkpoint import Checkpoint, open_checkpoint
-from nano_inference.loading.gguf import PackedTensor
 from nano_inference.loading.kinds import ModelKinds, installed_kinds
+from nano_inference.loading.packed import PackedTensor
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.families import program_of

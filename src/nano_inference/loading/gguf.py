@@ -3,8 +3,8 @@
 Sources: ggml-org/ggml, docs/gguf.md, for key names; ggml-org/llama.cpp, src/models/*.cpp, for defaults of missing keys
 and for facts without a key (Gemma's window pattern, SmolLM3's layers without rotary embedding). Undoes two changes of
 llama.cpp's converter: it permutes the rows of Llama's q and k (ggml rotates adjacent dimensions, Hugging Face halves),
-and adds 1 to the norms of Gemma and Qwen3.5. Of Qwen3.5, value heads stay in its order (`GatedDelta.is_tiled`): columns
-of blocks cannot be moved.
+and adds 1 to the norms of Gemma and Qwen3.5. Qwen3.5's value heads are moved to Hugging Face's order, unless a block
+holds columns of several heads (`GatedDelta.is_tiled`).
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import FileIO
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from nano_inference.loading.fields import Fields, shown
-from nano_inference.loading.gguf_file import PLAIN, GgufFile, GgufTensor
+from nano_inference.loading.gguf_file import PLAIN, GgufFile
 from nano_inference.loading.gguf_hybrid import (
     HYBRID_PARTS,
     hybrid_fields,
     hybrid_number,
+    hybrid_source,
     layer_of,
-    recurrent_source,
 )
 from nano_inference.loading.hf_config import MAX_LAYERS, stretched
-from nano_inference.loading.pieces import FileRange, fill, open_at
+from nano_inference.loading.packed import Exchanged, PackedTensor
+from nano_inference.loading.pieces import FileRange
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.config import LayerConfig, ModelConfig, RopeConfig
+from nano_inference.models.qwen35 import DeltaTerms
 from nano_inference.text.gguf_vocab import end_ids
 from nano_inference.types import ModelError
 
@@ -39,7 +38,6 @@ EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freq
 _MAX_ROPE_FACTORS = 4096
 _LARGEST_LAYERS: Mapping[str, int] = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest Gemma models, whose factor of q·k is 1 / sqrt(hidden / heads) without a key."""
-PIECE_VALUES = 2**20  # most values that are dequantised at a time, but at least a row or a head
 
 _TOP: Mapping[str, str] = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER: Mapping[str, str] = {
@@ -271,111 +269,6 @@ def _eos_ids(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
     return tuple(sorted(token for token in end_ids(file.metadata) if token < vocab_size))
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTensor:
-    """A tensor of a GGUF file that must be dequantised or changed; satisfies `WeightSource`."""
-
-    path: Path
-    tensor: GgufTensor
-    head_rows: int = 0  # rows per head, if their permutation must be undone; otherwise 0
-    shift: float = 0.0  # added to every value
-    column_range: tuple[int, int] | None = None
-    """The columns [start, stop) of the tensor that this source reads; None: all."""
-    piece_values: int = PIECE_VALUES
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        if self.column_range is None:
-            return self.tensor.shape
-        start, stop = self.column_range
-        return (self.tensor.shape[0], stop - start)
-
-    def rows(self, start: int, stop: int) -> PackedTensor:
-        """Return rows [start, stop): whole heads if their permutation must be undone."""
-        tensor, is_vector = self.tensor, len(self.tensor.shape) == 1  # a vector is one row of the file
-        width = tensor.row_bytes // tensor.shape[0] if is_vector else tensor.row_bytes
-        num_bytes = (stop - start) * width
-        part = replace(
-            tensor,
-            shape=(stop - start, *tensor.shape[1:]),
-            offset=tensor.offset + start * width,
-            num_bytes=num_bytes,
-            row_bytes=num_bytes if is_vector else width,
-        )
-        return replace(self, tensor=part)
-
-    def columns(self, start: int, stop: int) -> PackedTensor:
-        """Return columns [start, stop) of a matrix."""
-        assert len(self.tensor.shape) == 2 and self.column_range is None
-        return replace(self, column_range=(start, stop))
-
-    @property
-    def dtype(self) -> str:
-        """Return ggml's type name, such as "Q4_1", or the dtype of plain values."""
-        return PLAIN.get(self.tensor.type_name, self.tensor.type_name)
-
-    def read_into(self, target: Tensor) -> None:
-        """Fill a contiguous tensor of the same shape, any float dtype and device, in pieces of whole heads."""
-        flat = target.view(-1)
-        num_rows = self.tensor.num_bytes // self.tensor.row_bytes
-        row_values = flat.numel() // num_rows
-        num_columns = self.shape[1] if len(self.shape) > 1 else 1
-        half = self.head_rows // 2
-        unit = self.head_rows if self.head_rows and len(self.shape) > 1 else 1
-        step = max(1, self.piece_values // (unit * row_values)) * unit
-        with open_at(self.path, self.tensor.offset) as file:
-            for start in range(0, num_rows, step):
-                count, piece = min(step, num_rows - start), flat[start * row_values : (start + step) * row_values]
-                if self.column_range is None:
-                    packed = torch.empty(count, self.tensor.row_bytes, dtype=torch.uint8)
-                    fill(file, self.path, packed.view(-1))
-                    values = unpack(packed, self.tensor.type_name)
-                else:
-                    values = self._read_columns(file, start, count)
-                if self.shift:
-                    values += self.shift
-                if self.head_rows:  # into Hugging Face's order
-                    values = values.view(-1, half, 2, num_columns).transpose(1, 2)
-                    piece = piece.view(-1, 2, half, num_columns)
-                piece.copy_(values)
-
-    def _read_columns(self, file: FileIO, start: int, count: int) -> Tensor:
-        """Return the values of some rows in the columns of this source, reading only the blocks that hold them."""
-        from nano_inference.loading.ggml import block_layout
-
-        assert self.column_range is not None
-        block, block_bytes = block_layout(self.tensor.type_name)
-        first, last = self.column_range[0] // block, -(-self.column_range[1] // block)
-        packed = torch.empty(count, (last - first) * block_bytes, dtype=torch.uint8)
-        for index, row in enumerate(packed, start):
-            file.seek(self.tensor.offset + index * self.tensor.row_bytes + first * block_bytes)
-            fill(file, self.path, row)
-        values = unpack(packed, self.tensor.type_name).view(count, -1)
-        skip = self.column_range[0] - first * block
-        return values[:, skip : skip + self.shape[1]].reshape(-1)
-
-    def read_blocks(self) -> tuple[Tensor, Tensor | None]:
-        """Return the file's rows, uint8 [rows, bytes], and the file row of each row of the weight (None: the same).
-
-        Only for two-dimensional tensors without a shift.
-        """
-        assert not self.shift and len(self.shape) == 2 and self.column_range is None
-        rows = torch.empty(self.shape[0], self.tensor.row_bytes, dtype=torch.uint8)
-        with open_at(self.path, self.tensor.offset) as file:
-            fill(file, self.path, rows.view(-1))
-        if not self.head_rows:
-            return rows, None
-        order = torch.arange(self.shape[0], dtype=torch.int32).view(-1, self.head_rows // 2, 2)
-        return rows, order.transpose(1, 2).reshape(-1).contiguous()
-
-
-def unpack(packed: Tensor, type_name: str) -> Tensor:
-    """Return the float32 values of rows of bytes, flattened."""
-    from nano_inference.loading.ggml import dequantize  # `read_gguf` has checked that `gguf` is installed
-
-    return torch.from_numpy(dequantize(packed.numpy(), type_name)).view(-1)
-
-
 def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]:
     """Return the source of every weight by Hugging Face name, in file order.
 
@@ -399,16 +292,18 @@ def gguf_sources(file: GgufFile, config: ModelConfig) -> dict[str, WeightSource]
             continue
         if name is None:
             raise ModelError(f"{file.path}: tensor {shown(tensor.name)} is not known in architecture {architecture}")
-        head_rows = config.head_dim if RULES[architecture].permuted and part in ("attn_q", "attn_k") else 0
-        is_shifted = RULES[architecture].family != "dense" and name.endswith("norm.weight")
+        rules = RULES[architecture]
+        head_rows = config.head_dim if rules.permuted and part in ("attn_q", "attn_k") else 0
+        order = Exchanged((-1, head_rows // 2, 2, 1)) if head_rows else None
+        is_shifted = rules.family != "dense" and name.endswith("norm.weight")
         shift = -1.0 if is_shifted and not name.endswith("linear_attn.norm.weight") else 0.0
         if head_rows % 2 or (head_rows and tensor.shape[0] % head_rows):
             rows = f"{tensor.shape[0]} rows, not whole heads of {head_rows}"
             raise ModelError(f"{file.path}: tensor {shown(tensor.name)} has {rows}")
-        if part in ("ssm_conv1d", "ssm_a") or tensor.name.endswith(".ssm_a"):
-            sources[name] = recurrent_source(file, tensor)
+        if isinstance(config.terms, DeltaTerms) and ".linear_attn." in name:
+            sources[name] = hybrid_source(file, tensor, name, config.terms)
         elif head_rows or shift or tensor.type_name not in PLAIN:
-            sources[name] = PackedTensor(file.path, tensor, head_rows, shift)
+            sources[name] = PackedTensor(file.path, tensor, order, shift=shift)
         else:
             sources[name] = FileRange(file.path, tensor.offset, tensor.shape, PLAIN[tensor.type_name])
     return sources

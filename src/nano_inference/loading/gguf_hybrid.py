@@ -7,7 +7,9 @@ ordered such that head h has key head h % num_k_heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 
 from nano_inference.loading.fields import Fields, shown
 from nano_inference.loading.gguf_file import PLAIN, GgufFile, GgufTensor
+from nano_inference.loading.packed import Exchanged, PackedTensor
 from nano_inference.loading.pieces import FileRange
-from nano_inference.loading.sources import WeightSource
+from nano_inference.loading.sources import MappedSource, WeightSource
 from nano_inference.models.names import TEXT_NAMES, TiledHeads
 from nano_inference.models.qwen35 import DeltaTerms
 from nano_inference.types import ModelError
@@ -49,20 +52,34 @@ def hybrid_fields(file: GgufFile, fields: Fields, vocab_size: int) -> dict[str, 
     if inner % num_v_heads:
         raise ModelError(f"{fields.origin}: ssm.inner_size ({inner}) must be a multiple of ssm.time_step_rank")
     num_k_heads, k_dim = fields.integer("ssm.group_count"), fields.integer("ssm.state_size")
+    v_dim = inner // num_v_heads
     terms = DeltaTerms(
         num_k_heads=num_k_heads,
         num_v_heads=num_v_heads,
         k_dim=k_dim,
-        v_dim=inner // num_v_heads,
+        v_dim=v_dim,
         taps=fields.integer("ssm.conv_kernel", low=2),
-        is_tiled=True,
+        is_tiled=any(v_dim % values for values in _block_values(file)),
     )
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     found = {text: token for token, text in enumerate(tokens if isinstance(tokens, tuple) else ()) if text in _MEDIA}
     media = tuple((text, token) for text, token in found.items() if token < vocab_size)
-    places = [(end, axis, 0) for end, axis in _OF_HEADS] + [(end, 0, 2 * num_k_heads * k_dim) for end in _AFTER_KEYS]
-    tiled = TiledHeads(num_k_heads=num_k_heads, num_v_heads=num_v_heads, places=tuple(places))
-    return {"terms": terms, "names": replace(TEXT_NAMES, tiled=tiled), "media_token_ids": media}
+    names = replace(TEXT_NAMES, tiled=_tiled(terms) if terms.is_tiled else None)
+    return {"terms": terms, "names": names, "media_token_ids": media}
+
+
+def _tiled(terms: DeltaTerms) -> TiledHeads:
+    keys = 2 * terms.num_k_heads * terms.k_dim
+    places = [(end, axis, 0) for end, axis in _OF_HEADS] + [(end, 0, keys) for end in _AFTER_KEYS]
+    return TiledHeads(num_k_heads=terms.num_k_heads, num_v_heads=terms.num_v_heads, places=tuple(places))
+
+
+def _block_values(file: GgufFile) -> set[int]:
+    """Return the sizes of blocks whose columns are those of value heads."""
+    from nano_inference.loading.ggml import block_layout
+
+    kinds = {tensor.type_name for tensor in file.tensors.values() if tensor.name.endswith(".ssm_out.weight")}
+    return {block_layout(kind)[0] for kind in kinds}
 
 
 def layer_of(name: str) -> int | None:
@@ -79,36 +96,30 @@ def hybrid_number(name: str) -> str | None:
     return None if own is None else f"model.layers.{index}.{own}"
 
 
-def recurrent_source(file: GgufFile, tensor: GgufTensor) -> WeightSource:
-    """Return a convolution's weight [channels, 1, taps], or the logarithm of a decay: `ssm_a` is -exp(A_log)."""
-    if tensor.type_name not in PLAIN:
+def hybrid_source(file: GgufFile, tensor: GgufTensor, name: str, terms: DeltaTerms) -> WeightSource:
+    """Return a weight of a layer without attention, with value heads in the order of `terms`.
+
+    A convolution has the shape [channels, 1, taps]; the file has the decay -exp(A_log).
+    """
+    is_decay, is_convolution = tensor.name.endswith(".ssm_a"), tensor.name.endswith(".ssm_conv1d.weight")
+    if (is_decay or is_convolution) and tensor.type_name not in PLAIN:
         raise ModelError(f"{file.path}: tensor {shown(tensor.name)} must not be of type {tensor.type_name}")
-    plain = FileRange(file.path, tensor.offset, tensor.shape, PLAIN[tensor.type_name])
-    if tensor.name.endswith(".ssm_a"):
-        return DecaySource(plain)
-    if len(tensor.shape) != 2:
+    if is_convolution and len(tensor.shape) != 2:
         raise ModelError(f"{file.path}: tensor {shown(tensor.name)} must have 2 dimensions, got {tensor.shape}")
-    return replace(plain, shape=(tensor.shape[0], 1, tensor.shape[1]))
+    if is_convolution:
+        tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+    place = None if terms.is_tiled else _tiled(terms).place_of(name)
+    if place is None and tensor.type_name in PLAIN:
+        source: WeightSource = FileRange(file.path, tensor.offset, tensor.shape, PLAIN[tensor.type_name])
+    else:
+        axis, start = place or (0, 0)
+        order = place and Exchanged((1, terms.num_v_heads // terms.num_k_heads, terms.num_k_heads, -1), start)
+        source = PackedTensor(file.path, tensor, None if axis else order, order if axis else None)
+    return MappedSource(source, partial(_logarithm, file.path)) if is_decay else source
 
 
-@dataclass(frozen=True, slots=True)
-class DecaySource:
-    """A_log of the gated delta rule, from a file's -exp(A_log); satisfies `WeightSource`."""
-
-    source: FileRange
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
-
-    def read_into(self, target: Tensor) -> None:
-        """Fill a tensor; the logarithm is taken in float64. Raises `ModelError` for a number that is not below 0."""
-        values = torch.empty(self.shape, dtype=torch.float64)
-        self.source.read_into(values)
-        if not bool((values < 0).all()):
-            raise ModelError(f"{self.source.path}: ssm_a must be below 0")
-        target.copy_(torch.log(-values))
+def _logarithm(path: Path, decays: Tensor) -> Tensor:
+    """Return A_log from -exp(A_log); in float64, so that the exponential is the file's number again."""
+    if not bool((decays < 0).all()):
+        raise ModelError(f"{path}: ssm_a must be below 0")
+    return torch.log(-decays.double())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -130,17 +130,23 @@ class RoundingError:
         """Return the root of the mean square of the errors, relative to that of the weights."""
         return float((self.errors / self.squares) ** 0.5) if self.squares else 0.0
 
+    def measured(self, values: Tensor) -> Tensor:
+        """Return the float32 values of a weight, after adding them to the sums."""
+        self.squares += float(values.double().square().sum())
+        self.errors += float((values.to(self.dtype).float() - values).double().square().sum())
+        return values
+
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         return f"dequantised weights are rounded to {name}: relative error {self.relative:.2g} (root mean square)"
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredSource:
-    """A quantised weight whose rounding is measured when it is read; satisfies `WeightSource`."""
+class MappedSource:
+    """A weight whose values are those that a function returns for float32 ones; satisfies `WeightSource`."""
 
     source: WeightSource
-    error: RoundingError
+    change: Callable[[Tensor], Tensor]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,11 +158,9 @@ class MeasuredSource:
 
     def read_into(self, target: Tensor) -> None:
         """Fill a contiguous tensor of the same shape; needs a float32 copy of it meanwhile."""
-        exact = torch.empty(self.shape, dtype=torch.float32)
-        self.source.read_into(exact)
-        self.error.squares += float(exact.double().square().sum())
-        self.error.errors += float((exact.to(target.dtype).float() - exact).double().square().sum())
-        target.copy_(exact)
+        values = torch.empty(self.shape, dtype=torch.float32)
+        self.source.read_into(values)
+        target.copy_(self.change(values))
 
 
 def measured_sources(
@@ -167,5 +171,6 @@ def measured_sources(
     if dtype == torch.float32:
         return sources, error
     return {
-        name: source if source.dtype in DTYPES else MeasuredSource(source, error) for name, source in sources.items()
+        name: source if source.dtype in DTYPES else MappedSource(source, error.measured)
+        for name, source in sources.items()
     }, error

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.packed import PackedTensor
 from nano_inference.loading.pieces import DTYPES, FileRange, fill, open_at
-from nano_inference.loading.sources import TensorSource, WeightSource
+from nano_inference.loading.sources import MappedSource, TensorSource, WeightSource
 from nano_inference.models.config import ModelConfig
 
 _SPANS = 8
@@ -33,7 +33,9 @@ def fingerprint(config: ModelConfig, sources: Mapping[str, WeightSource]) -> str
 
 
 def _sample(source: WeightSource) -> Iterator[bytes]:
-    if isinstance(source, TensorSource):
+    if isinstance(source, MappedSource):
+        yield from _sample(source.source)
+    elif isinstance(source, TensorSource):
         flat = source.tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start, stop in _spans(len(flat)):
             yield flat[start:stop].cpu().numpy().tobytes()

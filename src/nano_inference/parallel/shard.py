@@ -111,7 +111,7 @@ def _fault(program: Program, size: int) -> str | None:
             if op.num_kv_heads % size and size % op.num_kv_heads:
                 return f"neither divides the {op.num_kv_heads} key/value heads nor is a multiple of them"
         elif isinstance(op, GatedDelta) and op.is_tiled:
-            return "does not divide the value heads of a GGUF file, whose order is not by key head"
+            return "does not divide the value heads of this GGUF file: a block of out_proj holds several"
         elif isinstance(op, GatedDelta) and op.num_k_heads % size:
             return f"does not divide the {op.num_k_heads} key heads of linear attention"
     for op, widths in zip(program.body, _widths(program.body), strict=True):

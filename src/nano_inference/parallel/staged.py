@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nano_inference.executors.protocol import Executor, Staged
 from nano_inference.executors.staging import Pace
-from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.packed import PackedTensor
 from nano_inference.loading.pieces import DTYPES, FileRange
-from nano_inference.loading.sources import TensorSource, WeightSource
+from nano_inference.loading.sources import MappedSource, TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
 from nano_inference.parallel.leader import Leader
@@ -188,6 +188,8 @@ def part_of(source: WeightSource, cut: Cut | None) -> WeightSource:
         return TensorSource(source.tensor.narrow(cut.axis, one.start, len(one)))
     if isinstance(source, FileRange | PackedTensor):
         return source.rows(one.start, one.stop) if cut.axis == 0 else source.columns(one.start, one.stop)
+    if isinstance(source, MappedSource):
+        return replace(source, source=part_of(source.source, cut))
     raise TypeError(f"tensor_parallel: weights of the kind {type(source).__name__} cannot be divided")
 
 

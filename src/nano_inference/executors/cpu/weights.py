@@ -17,7 +17,7 @@ from nano_inference.executors.cpu.lower import CpuWeights
 from nano_inference.executors.cpu.matrix import PLAIN, Matrix, Packer, can_keep, can_round, pack_blocks, scan, unpack
 from nano_inference.executors.live_weights import LiveWeights
 from nano_inference.executors.staging import SMALL_PIECE, NotFinite, Pace, pieces_of, rows_of
-from nano_inference.loading.gguf import PackedTensor
+from nano_inference.loading.packed import PackedTensor
 from nano_inference.loading.pieces import DTYPES
 from nano_inference.loading.sources import TensorSource, WeightSource
 from nano_inference.models.ops import WeightSpec
@@ -195,7 +195,8 @@ class CpuStaged:
     def _keeps_blocks(self, source: PackedTensor) -> bool:
         """Return True if a tensor's ggml blocks are packed without dequantising them."""
         can = {"own": can_keep, "int8": can_round}.get(self._rounding)
-        return can is not None and not source.shift and can(source.tensor.type_name, source.shape[1])
+        is_whole = not source.shift and source.column_range is None
+        return can is not None and is_whole and can(source.tensor.type_name, source.shape[1])
 
     def _read_vector(self, spec: WeightSpec, source: WeightSource) -> Tensor:
         """Read a norm, a bias or numbers as float32; `rounding="bfloat16"` rounds norms and biases."""
