@@ -70,6 +70,27 @@ def test_prompt_preempted_while_it_is_scored_has_each_score_once() -> None:
     assert sample.completion_tokens == expected.completion_tokens
 
 
+@pytest.mark.parametrize("cache", ["paged", "radix"])
+@pytest.mark.parametrize("num_aborted", [1, 2])
+def test_another_sample_scores_the_prompt_after_the_first_ran_out_of_memory(num_aborted: int, cache: str) -> None:
+    params, prompt = replace(LONG, prompt_logprobs=2), PROMPT * 3
+    config = fake_config(max_tokens_per_batch=6)
+    expected = InferenceEngine(config, parts=fake_parts(cache, 60, 4)).generate([prompt], params, 3)
+    engine = InferenceEngine(config, parts=fake_parts(cache, 60, 4))
+
+    def on_step(number: int) -> None:
+        if number in (2, 4)[:num_aborted]:
+            raise MemoryError
+
+    engine.parts.runner.on_step = on_step
+    samples = engine.generate([prompt], params, 3)
+    assert [sample.finish_reason for sample in samples] == ["abort"] * num_aborted + ["length"] * (3 - num_aborted)
+    for sample, other in zip(samples[num_aborted:], expected[num_aborted:], strict=True):
+        assert sample.prompt_logprobs == other.prompt_logprobs and len(sample.prompt_logprobs or ()) == 14
+        assert sample.prompt_top_logprobs == other.prompt_top_logprobs
+        assert sample.completion_tokens == other.completion_tokens
+
+
 def test_a_fault_after_a_step_ran_out_of_memory_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = InferenceEngine(fake_config(), parts=fake_parts("paged", 60, 4))
     engine.parts.runner.on_step = raising(MemoryError(), 2)

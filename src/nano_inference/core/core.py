@@ -27,7 +27,7 @@ from nano_inference.core.recurrent import (
     take_slots,
 )
 from nano_inference.core.scheduler import SeqView, StepPlan, plan_step, seats
-from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, to_delta, to_row
+from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, pass_on_scoring, to_delta, to_row
 from nano_inference.core.speculation import Speculator
 from nano_inference.core.step import BlockCopy, Row, RowResult
 from nano_inference.types import Delta, OnRunning, SequenceView, StepResult, StepStats, WeightLabel
@@ -423,3 +423,5 @@ class Core:
         else:
             self._running.remove(seq)
             self._release(seq)
+        if seq.next_score is not None:
+            pass_on_scoring(seq, (*self._running, *self._waiting.values()))

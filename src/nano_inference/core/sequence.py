@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from nano_inference.core.matchers import advance_matcher, allows_one, allows_others, mask_of, step_program
@@ -50,7 +50,7 @@ class Sequence:
     """The request's stop tokens and, unless it ignores them, the model's end tokens."""
     tokens: list[int]
     leader: Sequence | None = None
-    """The request's first sample, which scores the prompt for all; None in the first itself."""
+    """The request's sample that scores the prompt for all, the first at the start; None in this one itself."""
     matcher: Matcher | None = None
     program_state: object = None
     logprobs_mode: LogprobsMode = "processed"
@@ -281,6 +281,17 @@ def clear_prompt_results(seq: Sequence) -> None:
     seq.score_ranks.clear()
     seq.pooled.clear()
     seq.num_pooled = 0
+
+
+def pass_on_scoring(seq: Sequence, others: Iterable[Sequence]) -> None:
+    """Let another sample of the request score the rest of the prompt, after `seq` ended without having done so."""
+    heir = None
+    for other in others:
+        if other.leader is seq:
+            other.leader = heir
+            heir = heir or other
+    if heir is not None:
+        heir.scores, heir.score_tops, heir.score_ranks = [*seq.scores], [*seq.score_tops], [*seq.score_ranks]
 
 
 def finish(seq: Sequence, reason: FinishReason, stop_reason: StopReason | None) -> None:
