@@ -47,6 +47,15 @@ def test_spare_snapshot_is_evicted_first() -> None:
     assert [pool.take(), pool.take()] == [2, 0]
 
 
+def test_end_of_an_answer_is_evicted_first_once_it_was_used() -> None:
+    pool = pool_of((10, 1), (11, 2))
+    pool.keep(taken(pool), 12, 3, is_end=True)
+    pool.pin(2)
+    pool.unpin()
+    assert [pool.take(), pool.take(), pool.take()] == [2, 0, 1]
+    pool.check()
+
+
 def test_equal_snapshot_is_kept_once() -> None:
     pool = pool_of((10, 1), (11, 2), (10, 1))
     assert pool.num_snapshots == 2 and pool.longest(10, 4) == (1, 0)

@@ -12,7 +12,9 @@ from nano_inference.build import count_states
 from nano_inference.cli import doctor
 from nano_inference.compat import model_forward
 from nano_inference.loading.checkpoint import open_checkpoint
+from tests.models.families import make_model
 from tests.models.hybrids import make_hybrid
+from tests.sim.test_states import hit_rate
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
 PROMPTS = [[*range(5, 60), last] for last in range(6)]
@@ -77,6 +79,17 @@ def test_copy_has_slots_of_its_own(hybrid: Path) -> None:
             assert copy.parts.kv.states.num_snapshots == ours.parts.kv.states.num_snapshots > 0
         other.flush_cache()
         assert ours.generate(PROMPTS[:1], PARAMS)[0].num_cached_tokens == 55
+
+
+def test_conversations_of_a_real_model_hit_nearly_as_often_as_those_of_a_dense_one(
+    hybrid: Path, tmp_path: Path
+) -> None:
+    make_model("qwen3-ratio3-tied", tmp_path)
+    rates = []
+    for directory in (hybrid, tmp_path):
+        with engine(directory) as ours:
+            rates.append(hit_rate(ours, drops_thoughts=False))
+    assert 0.98 * rates[1] < rates[0] <= rates[1] and rates[1] > 0.85, rates
 
 
 @pytest.mark.parametrize("on_running", ["keep", "recompute", "wait", "abort"])

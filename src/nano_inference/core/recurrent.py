@@ -63,7 +63,7 @@ def keep_states(kv: KVManager, seq: Sequence, row: Row, position: int, salt: Sal
     """Keep the snapshots of a row, and the state of a sequence that ended, if their K/V is found under a salt."""
     assert seq.state is not None and row.state is not None
     for count, slot in row.state.saves if keeps_snapshots(row) else ():
-        _keep(kv, seq, slot, count, salt, is_spare=_is_step(count))
+        _keep(kv, seq, slot, count, salt, is_spare=_is_spare(seq, count))
     if seq.finish_reason is not None:
         _keep(kv, seq, seq.state.slot, position, salt if position <= seq.num_computed else None)
         seq.state = None
@@ -101,7 +101,8 @@ def _keep(kv: KVManager, seq: Sequence, slot: int, position: int, salt: Salt | N
     if salt is None:
         kv.states.release(slot)
     else:
-        kv.keep_state(slot, seq.tokens, salt, seq.blocks, position, is_spare=is_spare)
+        is_end = position > seq.num_prompt
+        kv.keep_state(slot, seq.tokens, salt, seq.blocks, position, is_spare=is_spare, is_end=is_end)
 
 
 def _snapshots_of(seq: Sequence, reach: int) -> tuple[int, ...]:
@@ -133,6 +134,8 @@ def _plan_snapshots(states: StatePool, seq: Sequence, end: int) -> None:
     seq.state = seq.state._replace(saves=tuple(reversed(saves)))
 
 
-def _is_step(count: int) -> bool:
-    """Return whether a number of tokens is 256, 512, 1024 and so on."""
+def _is_spare(seq: Sequence, count: int) -> bool:
+    """Return whether other snapshots are worth more: those after 256, 512, 1024 … tokens, and a near one for others."""
+    if count == seq.num_prompt - 1:
+        return seq.request.num_samples == 1 and count >= 8 * _ENDING
     return count % _STEP == 0 and (count // _STEP).bit_count() == 1

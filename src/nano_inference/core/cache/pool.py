@@ -161,16 +161,17 @@ class KVManager(ABC):
         position: int,
         *,
         is_spare: bool = False,
+        is_end: bool = False,
     ) -> None:
         """Turn a held slot into a snapshot of the state after tokens[:position], or make it blank if none can find it.
 
-        `blocks` is the table of the sequence that computed the state. A spare snapshot is evicted before all others.
+        `blocks` is the table of the sequence that computed the state. The flags are those of `StatePool.keep`.
         """
         block = self._end_block(tokens, salt, blocks, position) if position else -1
         if block < 0:
             self.states.release(slot)
         else:
-            self.states.keep(slot, block, (position - 1) % self.block_size + 1, is_spare=is_spare)
+            self.states.keep(slot, block, (position - 1) % self.block_size + 1, is_spare=is_spare, is_end=is_end)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove one reference from each block, last block first: a prefix outlives its continuations."""

@@ -20,6 +20,7 @@ class StatePool:
         """Slot -> (block, count), the next one to be evicted first."""
         self._of_block: dict[int, dict[int, int]] = {}
         """Block -> count -> slot, for blocks with snapshots."""
+        self._ends: set[int] = set()
         self._pinned: set[int] = set()
 
     @property
@@ -46,8 +47,12 @@ class StatePool:
         self._held.remove(slot)
         self._blank.append(slot)
 
-    def keep(self, slot: int, block: int, count: int, *, is_spare: bool = False) -> None:
-        """Turn a held slot into a snapshot, the first to be evicted if it `is_spare`; make it blank if one is equal."""
+    def keep(self, slot: int, block: int, count: int, *, is_spare: bool = False, is_end: bool = False) -> None:
+        """Turn a held slot into a snapshot; make it blank if one is equal.
+
+        It is the first to be evicted if it `is_spare`, and from its first use on if it `is_end`: of an answer, from
+        which one next turn starts.
+        """
         known = self._of_block.setdefault(block, {})
         if count in known:
             self._snapshots.move_to_end(known[count])
@@ -58,6 +63,8 @@ class StatePool:
         self._snapshots[slot] = (block, count)
         if is_spare:
             self._snapshots.move_to_end(slot, last=False)
+        if is_end:
+            self._ends.add(slot)
 
     def snapshots(self) -> tuple[tuple[int, int], ...]:
         """Return (block, count) of every snapshot, the next one to be evicted first."""
@@ -74,7 +81,7 @@ class StatePool:
     def pin(self, slot: int) -> None:
         """Keep a snapshot until `unpin`, and count it as used."""
         self._pinned.add(slot)
-        self._snapshots.move_to_end(slot)
+        self._snapshots.move_to_end(slot, last=slot not in self._ends)
 
     def unpin(self) -> None:
         self._pinned.clear()
@@ -101,6 +108,7 @@ class StatePool:
 
     def _drop(self, slot: int) -> None:
         block, count = self._snapshots.pop(slot)
+        self._ends.discard(slot)
         del self._of_block[block][count]
         if not self._of_block[block]:
             del self._of_block[block]
