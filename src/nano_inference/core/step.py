@@ -52,6 +52,7 @@ class Row(NamedTuple):
     num_drafts: int = 0
     stop_ids: frozenset[int] = frozenset()  # tokens after which the sample ends: none needs to be sampled behind them
     state: RowState | None = None  # None for programs without recurrent states
+    adapter: int = 0  # the number of the adapter that computes it, see `core.adapters`; 0 is none
 
 
 class BlockCopy(NamedTuple):
