@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _LARGEST_HASH = (1 << 128) - 1
 _NO_LIMIT = 1 << 30
-_NO_SALT: Salt = (0, "")
+_NO_SALT: Salt = (0, "", 0)
 _Prompts = Seq[Seq[int]]
 _Params = SamplingParams | Seq[SamplingParams] | None
 _Weights = NamedWeights | str | Path

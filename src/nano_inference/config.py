@@ -121,6 +121,13 @@ class EngineConfig:
         "default is 16 with the CUDA kernels, else 1",
         integer(1, 64),
     )
+    max_adapters: int = helped(
+        32,
+        "most LoRA adapters in memory; of those that no request uses, the least recently used is unloaded first",
+        integer(1, 65536),
+    )
+    adapter_memory: int = helped(2**30, "most memory of all adapters in bytes, or as 2GiB", integer(0))
+    max_adapter_rank: int = helped(256, "highest rank of an adapter that is accepted", integer(1, 65536))
     seed: int | None = helped(
         None, "seed of requests without one; the default is fresh entropy for each", integer(*SEEDS)
     )

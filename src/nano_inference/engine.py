@@ -10,10 +10,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial as bound
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from nano_inference.build import EngineParts, assemble, chat_params, copied_parts
 from nano_inference.config import EngineConfig, config_of
+from nano_inference.core.adapters import Adapters
 from nano_inference.core.admission import Admission, Limits, requests_for, scoring_requests, texts_of
 from nano_inference.core.cache import KVManager
 from nano_inference.core.core import Core
@@ -29,6 +30,7 @@ from nano_inference.text.kinds import Message, Tokenizer
 from nano_inference.types import (
     FROM_THE_PROMPT,
     PAUSE_MODES,
+    AdapterInfo,
     BadRequest,
     Beginning,
     Delta,
@@ -37,6 +39,7 @@ from nano_inference.types import (
     EnginePaused,
     EngineRequest,
     MatcherFactory,
+    OnAdapter,
     OnRunning,
     PauseMode,
     Pooling,
@@ -50,10 +53,11 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
+from nano_inference.weights.adapters import StagedAdapter, drop_unused, install_adapter, stage_adapter
 from nano_inference.weights.group import WeightGroup
 from nano_inference.weights.member import GroupBackend
 from nano_inference.weights.sync import WeightSyncManager
-from nano_inference.weights.updates import NamedWeights, WeightUpdate, check_weight_label
+from nano_inference.weights.updates import AdapterLoad, NamedWeights, WeightUpdate, check_weight_label
 
 _LAST_PIECE_S = 2.0
 """Most seconds `shutdown` waits for a thread that gathers weights: Python aborts if one copies at exit."""
@@ -99,6 +103,7 @@ class InferenceEngine:
         *,
         num_samples: int | None = None,
         program: TokenProgram | None = None,
+        adapter: str | None = None,
         progress: Progress | None = None,
         with_text: bool = False,
     ) -> list[TrainingSample]:
@@ -109,7 +114,7 @@ class InferenceEngine:
         check_bool("with_text", with_text)
         tokenizer = self.tokenizer if with_text else None
         count = num_samples_per_prompt if num_samples is None else num_samples
-        requests = requests_for(prompts, sampling_params, count, program)
+        requests = requests_for(prompts, sampling_params, count, program, adapter)
         with self._driving:
             samples = self._run_all(requests, progress)
         if tokenizer is None:
@@ -124,6 +129,7 @@ class InferenceEngine:
         sampling_params: SamplingParams | None = None,
         *,
         rendering: Rendering = ANSWER,
+        adapter: str | None = None,
         progress: Progress | None = None,
     ) -> TrainingSample:
         """Return the answer to messages such as `{"role": "user", "content": "Hello"}`; the sample has `text`.
@@ -134,7 +140,7 @@ class InferenceEngine:
         dialogue = require_dialogue(self.parts.load_dialogue())
         params = sampling_params or chat_params(self.parts, self.config)
         prompt = dialogue.encode(messages, rendering)
-        (sample,) = self.generate([prompt], params, program=dialogue.tool, progress=progress)
+        (sample,) = self.generate([prompt], params, program=dialogue.tool, adapter=adapter, progress=progress)
         return replace(sample, text=text_of(self.tokenizer, dialogue.tool, sample, tuple(params.stop), raw=False))
 
     def complete(
@@ -148,22 +154,28 @@ class InferenceEngine:
         """Resume samples that ended as "abort" without a `stop_reason`; return others unchanged.
 
         Output is identical to an uninterrupted run with the same parameters and program; for a salt or a matcher use
-        `add_request(partial=…)`. Raises as `generate` does.
+        `add_request(partial=…)`. Each continues with the current version of its adapter. Raises as `generate` does.
         """
         requests = requests_for([sample.prompt_tokens for sample in samples], sampling_params, program=program)
         open_ones = [i for i, s in enumerate(samples) if s.finish_reason == "abort" and s.stop_reason is None]
-        requests = [replace(requests[i], partial=samples[i]) for i in open_ones]
+        requests = [replace(requests[i], partial=samples[i], adapter=samples[i].adapter) for i in open_ones]
         with self._driving:
             found = self._run_all(requests, progress, [f"samples[{i}]" for i in open_ones])
         completed = dict(zip(open_ones, found, strict=True))
         return [completed.get(i, sample) for i, sample in enumerate(samples)]
 
     def stream(
-        self, prompt: Seq[int], sampling_params: SamplingParams | None = None, num_samples_per_prompt: int = 1
+        self,
+        prompt: Seq[int],
+        sampling_params: SamplingParams | None = None,
+        num_samples_per_prompt: int = 1,
+        *,
+        adapter: str | None = None,
     ) -> DeltaStream:
         """Queue one prompt and return an iterator of its deltas; closing the iterator aborts the samples."""
         params = sampling_params or SamplingParams()
-        request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
+        request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, adapter=adapter)
+        request = replace(request, is_streamed=True)
         with self._driving:
             self._require_alive()
             (request_id,) = self._mail.add([request], claimed=True, is_owned=False)
@@ -187,6 +199,7 @@ class InferenceEngine:
         salt: str = "",
         make_matcher: MatcherFactory | None = None,
         program: TokenProgram | None = None,
+        adapter: str | None = None,
         partial: TrainingSample | None = None,
         beginning: Beginning = FROM_THE_PROMPT,
         claim: bool = False,
@@ -204,6 +217,7 @@ class InferenceEngine:
             salt=salt,
             make_matcher=make_matcher,
             program=program,
+            adapter=adapter,
             partial=partial,
             beginning=beginning,
         )
@@ -240,6 +254,7 @@ class InferenceEngine:
         *,
         temperature: float = 1.0,
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        adapter: str | None = None,
     ) -> list[float] | list[list[float]]:
         """Return the log-probability of each token from position max(start, 1) on, given the tokens before it.
 
@@ -251,12 +266,17 @@ class InferenceEngine:
         Raises `BadRequest`, `ValueError` if a log-probability is not finite, and `EnginePaused`.
         """
         texts, single = texts_of(token_ids)
-        requests = scoring_requests(texts, start, temperature, params)
+        requests = scoring_requests(texts, start, temperature, params, adapter)
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 
     def embed(
-        self, token_ids: Seq[int] | Seq[Seq[int]], pooling: Pooling = "mean", *, normalize: bool = False
+        self,
+        token_ids: Seq[int] | Seq[Seq[int]],
+        pooling: Pooling = "mean",
+        *,
+        normalize: bool = False,
+        adapter: str | None = None,
     ) -> list[float] | list[list[float]]:
         """Return the embedding of each text: pooled last hidden states after the final norm, float32 values.
 
@@ -267,7 +287,7 @@ class InferenceEngine:
         if pooling is None:
             raise BadRequest("pooling", "must be one of mean, last, got None")
         params = SamplingParams(max_tokens=0, pooling=pooling)
-        samples = self._read_all([EngineRequest(prompt=ids, params=params) for ids in texts])
+        samples = self._read_all([EngineRequest(prompt=ids, params=params, adapter=adapter) for ids in texts])
         found = [sample.embedding or () for sample in samples]
         embeddings = [list(unit_vector(one) if normalize else one) for one in found]
         return embeddings[0] if single else embeddings
@@ -334,6 +354,8 @@ class InferenceEngine:
             return self._core.result(ended)
         admit_new = not (self.is_pausing or self._is_update_waiting())
         result = self._step(admit_new=admit_new, is_read=None if reads_all else self._mail.is_claimed)
+        if self._flight is None:
+            drop_unused(self._core, self.parts.runner)
         self._complete_pause()
         self._mail.end_streams()
         return result.after(ended)
@@ -733,6 +755,54 @@ class InferenceEngine:
         with self._driving:
             return self._updatable_weights.checksum()
 
+    # ---- adapters ---------------------------------------------------------------------------------------------------
+
+    def load_adapter(
+        self,
+        name: str,
+        source: NamedWeights | str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        version: WeightLabel | None = None,
+        on_running: OnAdapter = "keep",
+    ) -> WeightLabel:
+        """Load a LoRA adapter for requests that name it, or another version of it; return its version.
+
+        `source` is a directory of PEFT, or (name, tensor) pairs with PEFT's `config`. `version` is the trainer's label,
+        by default the number of loads so far. Requests that have started keep their version to the end, or move to the
+        new one and keep their K/V ("continue"). Adapters that no request uses make room, see `EngineConfig`. Raises
+        `BadRequest`, `WeightError`, and `UpdateBusy` if it does not fit; nothing changes then.
+        """
+        load = AdapterLoad(name=name, source=source, config=config, version=version, on_running=on_running)
+        return self.install_adapter(self.stage_adapter(load))
+
+    def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
+        """Read and pack an adapter for `install_adapter`; raises as `load_adapter`. Can be called from any thread."""
+        if (executor := self.parts.executor) is None:
+            raise BadRequest("adapter", "this engine has no model that could use it")
+        return stage_adapter(load, executor, self.config.max_adapter_rank)
+
+    def install_adapter(self, staged: StagedAdapter) -> WeightLabel:
+        """Install a staged adapter between two steps; return its version. Raises as `load_adapter`."""
+        with self._driving:
+            self._require_alive()
+            self._land()
+            return install_adapter(staged, self._core, self.parts.runner)
+
+    def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; return whether it was loaded. Requests that use it keep it, then its memory is freed."""
+        with self._driving:
+            self._require_alive()
+            self._land()
+            was_loaded = self._core.adapters.unload(name)
+            drop_unused(self._core, self.parts.runner)
+            return was_loaded
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Return the adapters that requests can name, in the order of their loads."""
+        with self._driving:
+            return self._core.adapters.infos()
+
     def init_weights_update_group(
         self,
         address: str,
@@ -907,7 +977,8 @@ class InferenceEngine:
     def _empty_queues(self) -> None:
         parts = self.parts
         limits = parts.scheduler_config(self.config)
-        self._core = Core(parts.kv, limits, parts.make_drafter, vocab_size=parts.vocab_size)
+        adapters = Adapters(self.config.max_adapters, self.config.adapter_memory)
+        self._core = Core(parts.kv, limits, parts.make_drafter, adapters, vocab_size=parts.vocab_size)
         self._mail = Mailboxes(self._core, self._admission)
 
     def __reduce__(self) -> NoReturn:

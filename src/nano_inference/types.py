@@ -49,6 +49,8 @@ from nano_inference.support.samples import spans_of as spans_of
 Pooling = Literal["mean", "last"]
 OnRunning = Literal["keep", "recompute", "abort", "wait"]
 """What a weight update does to started requests: keep their K/V, recompute it, abort them, or wait for their end."""
+OnAdapter = Literal["keep", "continue"]
+"""The adapter with which started requests of a reloaded one go on: the one they have, or the new one with their K/V."""
 PauseMode = Literal["keep", "wait", "abort"]
 UpdateState = Literal["idle", "staging", "staged", "failed"]
 
@@ -210,6 +212,8 @@ class EngineRequest:
     make_matcher: MatcherFactory | None = None
     """Makes a matcher for each sample; cannot be combined with `params.stop`."""
     program: TokenProgram | None = None
+    adapter: str | None = None
+    """Name of a loaded adapter (`load_adapter`) that computes the request with the model; None is the model alone."""
     partial: TrainingSample | None = None
     """An unfinished sample of this prompt ("abort" or "length") to resume; output equals an uninterrupted run."""
     beginning: Beginning = FROM_THE_PROMPT
@@ -286,3 +290,18 @@ class WeightInfo(NamedTuple):
     """The trainer's name for them."""
     update: UpdateState
     """State of the latest update."""
+
+
+class AdapterInfo(NamedTuple):
+    """A loaded adapter."""
+
+    name: str
+    version: WeightLabel
+    """The trainer's name for this load."""
+    rank: int
+    """The largest of its matrices."""
+    num_bytes: int
+    source: str
+    """The directory that it was loaded from; empty for tensors."""
+    num_requests: int = 0
+    """Open requests that use it."""

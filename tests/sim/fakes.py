@@ -11,7 +11,9 @@ from nano_inference.config import EngineConfig, Speculation
 from nano_inference.core.cache import make_kv
 from nano_inference.core.step import UNREAD, BlockCopy, DrawExtras, Row, RowResult, RowState
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import SamplingParams
+from nano_inference.types import OnAdapter, SamplingParams, WeightLabel
+from nano_inference.weights.adapters import StagedAdapter
+from nano_inference.weights.updates import AdapterLoad
 
 VOCAB_SIZE = 50
 EOS = 7
@@ -22,7 +24,13 @@ Drawing = Callable[[tuple[int, ...], int, int, int], int]
 OnStep = Callable[[int], object]
 """Called with the number of each step before it is computed; may wait or raise."""
 Slot = tuple[int, int]
-"""The token whose K/V a slot holds, and the version of the weights that computed it."""
+"""The token whose K/V a slot holds, and the model that computed it (`model_of`)."""
+_ADAPTER = 1000
+
+
+def model_of(version: int, adapter: int) -> int:
+    """Return one number for a version of the weights and the number of an adapter."""
+    return version + _ADAPTER * adapter
 
 
 def next_token(seen: tuple[int, ...], seed: int, sample_index: int, version: int = 0) -> int:
@@ -60,7 +68,8 @@ class FakeRunner:
     """Owns slots that hold tokens and versions; reads a row's history back through its block table.
 
     Draft tokens are written like other tokens and stay after rejection, so that a wrong read is detected. K/V of a
-    version before `oldest` must not be read, nor by a row that starts any of weights before the installed ones.
+    version before `oldest` must not be read, nor by a row that starts any of weights before the installed ones, nor
+    that of another adapter; a row that continues may read an older one of its name, once it was replaced by `replaced`.
 
     With `num_states`, a recurrent state is a hash of the tokens and versions that it has seen. A row fails that does
     not start from the state of exactly the tokens before it, or uses a slot that another row of its step writes.
@@ -85,6 +94,10 @@ class FakeRunner:
         self.lookahead = lookahead
         self.drawing = drawing
         self.version = self.oldest = 0
+        self.adapters: dict[int, str] = {}
+        """Number -> name of the adapters that rows may use."""
+        self.older: dict[int, frozenset[int]] = {}
+        """Number of an adapter -> the numbers before it whose K/V its rows may continue."""
         self.num_computed = self.num_mixed_reads = 0
         self.num_right = self.num_wrong = 0
         """Accepted and rejected draft tokens."""
@@ -99,6 +112,21 @@ class FakeRunner:
 
     def install(self, version: int) -> None:
         self.version = version
+
+    def commit_adapter(self, number: int, staged: tuple[str, OnAdapter]) -> None:
+        """`staged` is the adapter's name, and what happens to started requests."""
+        name, on_running = staged
+        before = {n: older for n, older in self.older.items() if self.adapters.get(n) == name}
+        kept = frozenset(before).union(*before.values()) if on_running == "continue" else frozenset()
+        self.adapters[number], self.older[number] = name, kept
+
+    def drop_adapter(self, number: int) -> None:
+        del self.adapters[number], self.older[number]
+
+    def forget_rows(self) -> None:
+        """Drop what is known of rows, all of whose sequences have ended."""
+        self._last.clear()
+        self._ends.clear()
 
     def free_cache(self) -> None:
         self.slots = []
@@ -173,19 +201,25 @@ class FakeRunner:
         return collect
 
     def _check_versions(self, row: Row) -> None:
-        versions = {slot[1] for slot in self._read(row, row.start)}
+        assert not row.adapter or row.adapter in self.adapters, "an adapter that was dropped"
+        models = {slot[1] for slot in self._read(row, row.start)}
         is_continued = row.start in self._ends.get(row.id, ())
-        assert all(version >= (self.oldest if is_continued else self.version) for version in versions), "a stale read"
-        self.num_mixed_reads += bool(versions - {self.version})
+        for adapter, version in (divmod(model, _ADAPTER) for model in models):
+            assert version >= (self.oldest if is_continued else self.version), "a stale read"
+            assert adapter == row.adapter or (is_continued and adapter in self.older[row.adapter]), "another adapter's"
+        self.num_mixed_reads += bool(models - {self._model(row)})
         end = row.start + len(row.tokens)
         self._ends[row.id] = range(end - row.num_drafts, end + max(1, row.num_sampled))
+
+    def _model(self, row: Row) -> int:
+        return model_of(self.version, row.adapter)
 
     def _slot(self, row: Row, position: int) -> int:
         return row.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
     def _write(self, row: Row, start: int, tokens: Sequence[int]) -> None:
         for i, token in enumerate(tokens):
-            self.slots[self._slot(row, start + i)] = (token, self.version)
+            self.slots[self._slot(row, start + i)] = (token, self._model(row))
 
     def _read(self, row: Row, end: int) -> list[Slot]:
         slots = [self.slots[self._slot(row, position)] for position in range(end)]
@@ -194,7 +228,7 @@ class FakeRunner:
 
     def _draw(self, row: Row, end: int) -> int:
         seen = tuple(token for token, _ in self._read(row, end))
-        return self.drawing(seen, row.seed, row.sample_index, self.version)
+        return self.drawing(seen, row.seed, row.sample_index, self._model(row))
 
     def _result(self, row: Row) -> RowResult:
         end = row.start + len(row.tokens)
@@ -213,7 +247,7 @@ class FakeRunner:
             seen = tuple(token for token, _ in self._read(row, end))
             known = seen if row.next_token < 0 else (*seen, row.next_token)
             places = range(max(row.score_from, row.start + 1), min(len(known), row.score_end))
-            scores = tuple(score(known[:place], known[place], self.version) for place in places)
+            scores = tuple(score(known[:place], known[place], self._model(row)) for place in places)
         return RowResult(
             id=row.id,
             tokens=tuple(tokens),
@@ -308,6 +342,7 @@ def fake_config(
     max_tokens_per_batch: int = 64,
     speculation: Speculation = "off",
     lineage: str | None = None,
+    max_adapters: int = 32,
 ) -> EngineConfig:
     """A configuration that names no model."""
     return EngineConfig(
@@ -317,6 +352,7 @@ def fake_config(
         seed=3,
         speculation=speculation,
         lineage=lineage,
+        max_adapters=max_adapters,
     )
 
 
@@ -325,6 +361,19 @@ def fake_engine(
 ) -> InferenceEngine:
     """An engine without a model, with blocks of 4 tokens; `options` are those of `fake_config`."""
     return InferenceEngine(fake_config(**options), parts=fake_parts(cache_type, num_blocks, 4, lookahead, drawing))
+
+
+def load(
+    engine: InferenceEngine,
+    name: str,
+    *,
+    version: WeightLabel | None = None,
+    on_running: OnAdapter = "keep",
+    num_bytes: int = 1,
+) -> WeightLabel:
+    """Load an adapter into an engine on the fake runner."""
+    one = AdapterLoad(name=name, source="fake", version=version, on_running=on_running)
+    return engine.install_adapter(StagedAdapter(load=one, rank=1, num_bytes=num_bytes, packed=(name, on_running)))
 
 
 def is_idle(engine: InferenceEngine) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
 import pytest
 
 from nano_inference.types import OnRunning, TrainingSample, WeightError
-from tests.sim.fakes import replay, score
+from tests.sim.fakes import model_of, replay, score
 from tests.sim.versioned import new_weights, versioned_engine
 from tests.sim.worlds import World, make_world
 
@@ -77,7 +78,7 @@ def interfere(world: World) -> None:
         world.abort()
 
 
-def run_world(world: World) -> World:
+def run_world(world: World, interfere: Callable[[World], object] = interfere) -> World:
     engine = world.engine
     for _ in range(20_000):
         if not world.arrivals and not engine.has_pending() and not (engine.is_paused or engine.is_asleep):
@@ -101,11 +102,12 @@ def check_sample(world: World, sample: TrainingSample) -> None:
     """Every token is what the version that it claims draws; versions never fall along a sample."""
     ask = world.asked[sample.request_id]
     assert list(sample.token_versions) == sorted(sample.token_versions)
+    assert sample.adapter == ask["adapter"] and adapters_of(sample) == sorted(adapters_of(sample))
     tokens, mask, end = replay(
         ask["prompt"],
         ask["params"],
         sample.sample_index,
-        sample.token_versions,
+        [model_of(*pair) for pair in zip(sample.token_versions, adapters_of(sample), strict=True)],
         program=ask["program"],
         matcher=ask["matcher"],
         drawing=world.runner.drawing,
@@ -123,12 +125,17 @@ def check_sample(world: World, sample: TrainingSample) -> None:
         check_scores(ask["prompt"], sample)
 
 
+def adapters_of(sample: TrainingSample) -> list[int]:
+    """Return the number of the adapter of each token, which is its version."""
+    return [int(one) for one in sample.adapter_versions] or [0] * len(sample.token_versions)
+
+
 def check_scores(prompt: list[int], sample: TrainingSample) -> None:
     """The scores of a prompt are all of one version."""
     newest = max((*sample.token_versions, sample.weight_version))
-    candidates = [
-        tuple(score(tuple(prompt[:i]), prompt[i], v) for i in range(1, len(prompt))) for v in range(newest + 1)
-    ]
+    adapters = range(100) if sample.adapter else (0,)
+    models = [model_of(version, adapter) for version in range(newest + 1) for adapter in adapters]
+    candidates = (tuple(score(tuple(prompt[:i]), prompt[i], one) for i in range(1, len(prompt))) for one in models)
     assert sample.prompt_logprobs in candidates
 
 

@@ -36,6 +36,8 @@ class World:
     def arrive(self) -> None:
         """Add the next request."""
         ask = self.arrivals.pop(0)
+        loaded = [one.name for one in self.engine.adapters()]
+        ask["adapter"] = self.rng.choice([None, *loaded]) if loaded else None
         request_id = self.engine.add_request(
             ask["prompt"],
             ask["params"],
@@ -43,6 +45,7 @@ class World:
             salt=ask["salt"],
             make_matcher=StopAfter if ask["matcher"] else None,
             program=Calculator() if ask["program"] else None,
+            adapter=ask["adapter"],
         )
         self.asked[request_id] = ask
 

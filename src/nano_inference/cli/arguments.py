@@ -31,7 +31,7 @@ BUILT_IN = "built-in"  # source of a value that was not set
 FROM_FILE = "file "  # prefix of the source of a value from a file
 NOT_IN_FILES = ("config", "print-config")
 SECRETS = ("api_key", "admin_key")  # fields whose values are never printed
-SIZES = ("kv_cache_bytes", "max_body_bytes", "max_stored_bytes", "models_memory")  # fields in bytes
+SIZES = ("kv_cache_bytes", "adapter_memory", "max_body_bytes", "max_stored_bytes", "models_memory")  # fields in bytes
 DEFAULT = "default"  # alias of the default model in the catalog
 SERVED = "(the only one that the server has)"  # value of --model in a chat with a server, if not given
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from nano_inference.config import EngineConfig
+from nano_inference.core.adapters import Adapters
 from nano_inference.core.seeds import derive_seed
 from nano_inference.core.sequence import Sequence, start_sequences
 from nano_inference.support.checks import check_int, token_ids
@@ -56,7 +57,9 @@ class Admission:
         self._next_request = 0
         self._next_sequence = 0
 
-    def admit_all(self, requests: Seq[EngineRequest], version: int, prefixes: Seq[str] = ()) -> list[list[Sequence]]:
+    def admit_all(
+        self, requests: Seq[EngineRequest], version: int, adapters: Adapters, prefixes: Seq[str] = ()
+    ) -> list[list[Sequence]]:
         """Return the sequences of every request, all or none; `take` uses their ids. Raises `BadRequest`.
 
         `version` is that of the weights; `prefixes` holds the field of each request for its error message.
@@ -65,13 +68,14 @@ class Admission:
         next_sequence = self._next_sequence
         for index, request in enumerate(requests):
             try:
-                admitted.append(self._admit(request, self._next_request + index, next_sequence, version))
+                sequences = self._admit(request, self._next_request + index, next_sequence, version, adapters)
             except ValueError as error:  # a `BadRequest`, or from the request's matcher or program
                 field = error.field if isinstance(error, BadRequest) else ""
                 cause = None if isinstance(error, BadRequest) else error
                 begin = f"{prefixes[index]}: " if prefixes else ""
                 raise BadRequest(prefixes[index] if prefixes else field, f"{begin}{error}") from cause
-            next_sequence += len(admitted[-1])
+            admitted.append(sequences)
+            next_sequence += len(sequences)
         return admitted
 
     def take(self, sequences: list[Sequence]) -> int:
@@ -80,7 +84,9 @@ class Admission:
         self._next_sequence = sequences[-1].id + 1
         return sequences[0].request_id
 
-    def _admit(self, request: EngineRequest, request_id: int, first_id: int, version: int) -> list[Sequence]:
+    def _admit(
+        self, request: EngineRequest, request_id: int, first_id: int, version: int, adapters: Adapters
+    ) -> list[Sequence]:
         request, max_new_tokens = checked(request, self.limits, self._stop_matcher)
         newest = -1 if request.partial is None else max(request.partial.token_versions, default=-1)
         if newest > version:
@@ -94,6 +100,7 @@ class Admission:
             eos_token_ids=self.limits.eos_token_ids,
             logprobs_mode=self._config.logprobs_mode,
             lineage=self.limits.lineage,
+            adapter=adapters.number_of(request.adapter),
         )
 
     def _seed_of(self, request: EngineRequest, request_id: int) -> int:
@@ -170,6 +177,8 @@ def check_partial(request: EngineRequest, prompt: tuple[int, ...], max_new: int,
         raise BadRequest("num_samples", f"must be 1 with partial, got {request.num_samples}")
     if partial.prompt_tokens != prompt:
         raise BadRequest("partial", "its prompt_tokens differ from the prompt")
+    if partial.adapter != request.adapter:
+        raise BadRequest("partial", f"was computed with the adapter {partial.adapter}, requested is {request.adapter}")
     for name in ("completion_tokens", "mask"):
         token_ids(f"partial: {name}", getattr(partial, name))
     size = limits.vocab_size
@@ -281,6 +290,7 @@ def requests_for(
     sampling_params: SamplingParams | Seq[SamplingParams] | None,
     num_samples: int = 1,
     program: TokenProgram | None = None,
+    adapter: str | None = None,
 ) -> list[EngineRequest]:
     """Return a request for each prompt, with the one `SamplingParams` or its own. Raises `BadRequest`."""
     if isinstance(prompts, str | bytes) or not isinstance(prompts, list | tuple):
@@ -292,7 +302,7 @@ def requests_for(
     if len(sampling_params) != len(prompts):
         raise BadRequest("sampling_params", f"{len(sampling_params)} given for {len(prompts)} prompts")
     return [
-        EngineRequest(prompt=prompt, params=params, num_samples=num_samples, program=program)
+        EngineRequest(prompt=prompt, params=params, num_samples=num_samples, program=program, adapter=adapter)
         for prompt, params in zip(prompts, sampling_params, strict=True)
     ]
 
@@ -302,6 +312,7 @@ def scoring_requests(
     start: int | Seq[int],
     temperature: float,
     params: SamplingParams | Seq[SamplingParams] | None,
+    adapter: str | None = None,
 ) -> list[EngineRequest]:
     """Return the requests that compute the log-probabilities of texts from `start` on. Raises `BadRequest`.
 
@@ -325,6 +336,7 @@ def scoring_requests(
             params=replace(tempered, max_tokens=0, prompt_logprobs=0),
             score_start=begin,
             score_params=one if begin else None,
+            adapter=adapter,
         )
         for ids, begin, one in zip(texts, starts, sampled, strict=True)
     ]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nano_inference.config import SchedulerConfig
+from nano_inference.core.adapters import Adapters
 from nano_inference.core.appending import append_prompt_results, append_result
 from nano_inference.core.cache import Hit, KVManager, Salt
 from nano_inference.core.drafting import MakeDrafter
@@ -30,7 +31,7 @@ from nano_inference.core.scheduler import SeqView, StepPlan, plan_step, seats
 from nano_inference.core.sequence import Sequence, clear_prompt_results, finish, pass_on_scoring, to_delta, to_row
 from nano_inference.core.speculation import Speculator
 from nano_inference.core.step import BlockCopy, Row, RowResult
-from nano_inference.types import Delta, OnRunning, SequenceView, StepResult, StepStats, WeightLabel
+from nano_inference.types import AdapterInfo, Delta, OnRunning, SequenceView, StepResult, StepStats, WeightLabel
 
 _NOTHING_COUNTED = StepStats()
 
@@ -51,11 +52,14 @@ class PlannedStep(NamedTuple):
 class Core:
     """Owns the queues and hands out block ids through its KV manager. Its methods alone change a queued `Sequence`."""
 
-    def __init__(self, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, *, vocab_size: int) -> None:
+    def __init__(
+        self, kv: KVManager, limits: SchedulerConfig, make_drafter: MakeDrafter, adapters: Adapters, *, vocab_size: int
+    ) -> None:
         self.version = 0
         """Number of weight installations since the start."""
         self.labels: dict[int, WeightLabel] = {}
         """The trainer's names of versions."""
+        self.adapters = adapters
         self._vocab_size = vocab_size
         self._kv = kv
         self._config = limits
@@ -88,6 +92,7 @@ class Core:
             self._open[seq.request_id] += 1
             self._waiting[seq.id] = seq
             self._speculator.open(seq)
+            self.adapters.use(seq.adapter, seq.request_id)
 
     def abort(self, seq: Sequence, reason: str | None = None) -> Delta:
         """End a waiting or running sequence and release its blocks; return its last delta."""
@@ -111,10 +116,27 @@ class Core:
             self.preempt_all()
         for seq in (*reversed(self._running), *self._waiting.values()):
             if seq.must_restart:
-                if seq.id not in self._waiting:
-                    self._preempt(seq)
-                clear_prompt_results(seq)
+                self._restart(seq)
         return []
+
+    def install_adapter(self, number: int, info: AdapterInfo, staying: Collection[int]) -> None:
+        """Make an adapter its name's current one at this step boundary, also of requests that are not `staying`.
+
+        K/V of several adapters is not published; a prompt that is being scored or pooled starts again.
+        """
+        self.adapters.put(number, info)
+        for seq in (*reversed(self._running), *self._waiting.values()):
+            if seq.request.adapter == info.name and seq.request_id not in staying:
+                self.adapters.leave(seq.adapter, seq.request_id)
+                self.adapters.use(number, seq.request_id)
+                seq.adapter, seq.version = number, -1
+                if seq.must_restart:
+                    self._restart(seq)
+
+    def _restart(self, seq: Sequence) -> None:
+        if seq.id not in self._waiting:
+            self._preempt(seq)
+        clear_prompt_results(seq)
 
     def preempt_all(self) -> None:
         """Preempt every running sequence; they resume oldest first and recompute their K/V."""
@@ -219,7 +241,7 @@ class Core:
             num_left -= 1
             end = seq.first_uncached
             reusable = seq.tokens if end is None else seq.tokens[: end + 1]
-            hit = hits[seq.id] = self._kv.peek(reusable, (self.version, seq.request.salt))
+            hit = hits[seq.id] = self._kv.peek(reusable, (self.version, seq.request.salt, seq.adapter))
             num_computed = len(hit.blocks) * size + hit.partial_tokens
             yield SeqView(
                 id=seq.id,
@@ -244,9 +266,9 @@ class Core:
         if len(seq.tokens) - num_computed <= 1 or (uncached is not None and start + size > uncached):
             return None
         if self._kv.num_states:  # the next snapshot that another sequence can start from is at the prompt's end
-            return (seq.request.salt, *seq.tokens[:-1])
+            return (seq.request.salt, seq.adapter, *seq.tokens[:-1])
         parent = blocks[start // size - 1] if start else -1
-        return (seq.request.salt, parent, *seq.tokens[start : start + size])
+        return (seq.request.salt, seq.adapter, parent, *seq.tokens[start : start + size])
 
     # ---- apply ------------------------------------------------------------------------------------------------------
 
@@ -347,6 +369,8 @@ class Core:
             if result.scores or row.pool_from is not None:
                 append_prompt_results(seq, row, result)
             num_added = append_result(seq, row, result, self.version, self._vocab_size)
+            if row.adapter:
+                seq.adapter_versions += [self.adapters.version_of(row.adapter)] * num_added
             has_forced = seq.matcher is not None or seq.request.program is not None
             num_sampled += sum(seq.mask[len(seq.mask) - num_added :]) if has_forced else num_added
             if row.num_drafts:
@@ -409,7 +433,7 @@ class Core:
         """Return the salt under which a sequence publishes; None if its K/V is of several versions, or faulty."""
         if seq.version != self.version or seq.finish_reason == "abort":
             return None
-        return (self.version, seq.request.salt)
+        return (self.version, seq.request.salt, seq.adapter)
 
     def _leave(self, seq: Sequence) -> None:
         """Remove an ended sequence from the queues and release its blocks."""
@@ -418,6 +442,7 @@ class Core:
         if not self._open[seq.request_id]:
             del self._open[seq.request_id]
             self._started.discard(seq.request_id)
+            self.adapters.leave(seq.adapter, seq.request_id)
         if seq.id in self._waiting:
             del self._waiting[seq.id]
         else:

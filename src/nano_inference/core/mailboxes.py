@@ -51,7 +51,7 @@ class Mailboxes:
 
         A claimed request gets a mailbox for its deltas, another one of a call a list for its samples.
         """
-        admitted = self._admission.admit_all(requests, self._core.version, prefixes)
+        admitted = self._admission.admit_all(requests, self._core.version, self._core.adapters, prefixes)
         ids = [self._admission.take(sequences) for sequences in admitted]
         for one, sequences in zip(ids, admitted, strict=True):
             if claimed:

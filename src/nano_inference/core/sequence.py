@@ -63,7 +63,9 @@ class Sequence:
     num_published: int = 0
     """Whole blocks that were published."""
     version: int = 0
-    """Version of the weights when computation of its K/V started."""
+    """Version of the weights when computation of its K/V started; -1 if its adapter has changed since."""
+    adapter: int = 0
+    """The number of its adapter, see `core.adapters`; 0 without one."""
     state: RowState | None = None
     """The slots of its next row; None while it waits, and without recurrent states."""
     snapshots_at: tuple[int, ...] = ()
@@ -75,6 +77,8 @@ class Sequence:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    adapter_versions: list[WeightLabel] = field(default_factory=list)
+    """Empty without an adapter."""
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     """Empty unless requested; () means the sampled token alone (see `_tops`)."""
     raw_logprobs: list[float] = field(default_factory=list)
@@ -187,6 +191,7 @@ def start_sequences(
     eos_token_ids: frozenset[int] = frozenset(),
     logprobs_mode: LogprobsMode = "processed",
     lineage: str | None = None,
+    adapter: int = 0,
 ) -> list[Sequence]:
     """Return the n sequences of a checked request. The first one scores the prompt for all.
 
@@ -215,6 +220,7 @@ def start_sequences(
                 program_state=request.program.start() if request.program else None,
                 logprobs_mode=sampled.logprobs_mode or logprobs_mode,
                 token_mask=mask_of(matcher) if matcher else None,
+                adapter=adapter,
             )
         )
     if request.partial is not None:
@@ -237,6 +243,7 @@ def _resume(seq: Sequence, partial: TrainingSample) -> None:
     seq.mask += partial.mask
     seq.logprobs += partial.logprobs
     seq.versions += partial.token_versions
+    seq.adapter_versions += partial.adapter_versions
     if seq.request.params.logprobs is not None:
         seq.top_logprobs += partial.top_logprobs or ((),) * len(partial.completion_tokens)
     seq.raw_logprobs += partial.raw_logprobs or ()
@@ -331,6 +338,7 @@ def to_row(seq: Sequence, num_tokens: int, num_sampled: int, drafts: tuple[int, 
         num_drafts=len(drafts),
         stop_ids=seq.stop_ids,
         state=seq.state,
+        adapter=seq.adapter,
     )
 
 
@@ -345,6 +353,7 @@ def to_delta(seq: Sequence, num_added: int, version: int, labels: Mapping[int, W
         logprobs=tuple(seq.logprobs[start:]),
         mask=tuple(seq.mask[start:]),
         versions=tuple(seq.versions[start:]),
+        adapter_versions=tuple(seq.adapter_versions[start:]),
         top_logprobs=_tops(seq, start),
         raw_logprobs=tuple(seq.raw_logprobs[start:]) if params.raw_logprobs else None,
         sampling_masks=tuple(seq.sampling_masks[start:]) if params.sampling_mask else None,
@@ -396,6 +405,8 @@ def to_sample(seq: Sequence, version: int, labels: Mapping[int, WeightLabel] = N
         stop_reason=seq.stop_reason if error is None else error,
         seed=seq.seed,
         version_labels=labels if partial is None else {**partial.version_labels, **labels},
+        adapter=seq.request.adapter,
+        adapter_versions=tuple(seq.adapter_versions),
         logprobs_mode=seq.logprobs_mode,
         top_logprobs=_tops(seq, 0),
         raw_logprobs=tuple(seq.raw_logprobs) if params.raw_logprobs else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nano_inference.types import LogprobsMode, SamplingMask, SamplingParams, TopLogprobs
 
@@ -111,6 +111,12 @@ class Runner(Protocol):
 
         `copies` are executed first. `fresh` are the blocks taken in this step: their old contents must never be read.
         """
+
+    def commit_adapter(self, number: int, staged: Any) -> None:
+        """Let rows use an adapter, which `Executor.stage_adapter` returned, under a number. Call between two steps."""
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter's memory: no later row uses the number. Call between two steps."""
 
     def free_cache(self) -> None:
         """Free the memory of the KV cache."""

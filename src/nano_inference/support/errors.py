@@ -54,4 +54,4 @@ class UpdateCancelled(WeightError):
 
 
 class UpdateBusy(RuntimeError):
-    """A weight update is already in progress; only one is allowed at a time."""
+    """Weights cannot be loaded now: another update is in progress, or requests use all memory for adapters."""

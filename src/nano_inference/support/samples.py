@@ -61,9 +61,9 @@ _ALIGNED = ("logprobs", "mask", "token_versions", "ref_logprobs", "top_logprobs"
 """Fields of a `TrainingSample` with one entry for each completion token."""
 _FLAT = (
     *("prompt_tokens", "completion_tokens", "logprobs", "mask", "token_versions", "ref_logprobs", "raw_logprobs"),
-    *("prompt_logprobs", "prompt_ranks", "embedding"),
+    *("prompt_logprobs", "prompt_ranks", "embedding", "adapter_versions"),
 )
-"""Fields of a `TrainingSample` that are sequences of numbers."""
+"""Fields of a `TrainingSample` that are sequences of plain values."""
 _SPAN_KEYS = ({"version", "start", "end"}, {"version", "start", "end", "label"})
 
 
@@ -99,6 +99,10 @@ class TrainingSample:
     """Sampling depends only on logits, seed, `sample_index` and position. Set even if the request had none."""
     version_labels: Mapping[int, WeightLabel] = field(default_factory=dict, hash=False)
     """The trainer's names for `token_versions`."""
+    adapter: str | None = None
+    """Name of the adapter that computed it with the weights; None is the model alone."""
+    adapter_versions: tuple[WeightLabel, ...] = ()
+    """Version of the adapter for each completion token; empty without an adapter."""
     logprobs_mode: LogprobsMode = "processed"
     """The distribution of `logprobs` and `top_logprobs`."""
     ref_logprobs: tuple[float, ...] | None = None
@@ -131,8 +135,13 @@ class TrainingSample:
             values = getattr(self, name)
             if values is not None and len(values) != size:
                 raise BadRequest(name, f"must hold one entry for each of {size} completion tokens, got {len(values)}")
-        if self.lineage is not None and not isinstance(self.lineage, str):
-            raise BadRequest("lineage", f"must be a string or None, got {self.lineage!r}")
+        num_versions = len(self.adapter_versions)
+        if num_versions != (0 if self.adapter is None else size):
+            wanted = "must be empty without an adapter" if self.adapter is None else f"must have {size} entries"
+            raise BadRequest("adapter_versions", f"{wanted}, got {num_versions}")
+        for name in ("lineage", "adapter"):
+            if not isinstance(getattr(self, name), str | None):
+                raise BadRequest(name, f"must be a string or None, got {getattr(self, name)!r}")
         given = self.version_labels
         labels = {version: given[version] for version in sorted(set(self.token_versions)) if version in given}
         for version, label in labels.items():
@@ -220,6 +229,8 @@ class Delta:
     mask: tuple[int, ...]
     versions: tuple[int, ...]
     """Version of the weights for each token."""
+    adapter_versions: tuple[WeightLabel, ...] = ()
+    """Version of the adapter for each token; empty without an adapter."""
     top_logprobs: tuple[TopLogprobs, ...] | None = None
     raw_logprobs: tuple[float, ...] | None = None
     sampling_masks: tuple[SamplingMask, ...] | None = None

@@ -1,4 +1,4 @@
-"""`WeightUpdate`: new weights and installation options. No torch."""
+"""`WeightUpdate` and `AdapterLoad`: new weights and installation options. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nano_inference.support.checks import check_fields, check_label, checked, number
-from nano_inference.types import BadRequest, OnRunning, WeightLabel
+from nano_inference.support.checks import check_fields, check_label, check_text, checked, number
+from nano_inference.types import BadRequest, OnAdapter, OnRunning, WeightLabel
 
 NamedWeights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """Hugging Face names with tensors or file ranges: a state dict, or an iterable of pairs."""
@@ -33,6 +33,27 @@ class WeightUpdate:
         check_fields(self)
         if self.checksum is not None and not isinstance(self.checksum, str):
             raise BadRequest("checksum", f"must be a string, got {self.checksum!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """A LoRA adapter to load, and what happens to requests that use its name. Raises `BadRequest` naming a field."""
+
+    name: str
+    source: NamedWeights | str | Path  # PEFT's names with tensors, or its directory
+    config: Mapping[str, Any] | None = None  # PEFT's configuration, with tensors
+    version: WeightLabel | None = None  # the trainer's name for it; by default the number of loads so far
+    on_running: OnAdapter = "keep"  # what happens to started requests
+
+    def __post_init__(self) -> None:
+        check_text("name", self.name)
+        check_weight_label(self.version)
+        check_fields(self)
+        is_directory = isinstance(self.source, str | Path)
+        if self.config is not None and is_directory:
+            raise BadRequest("config", "must be left out with a directory, which has an adapter_config.json")
+        if not is_directory and not isinstance(self.config, Mapping):
+            raise BadRequest("config", f"must be PEFT's configuration as a mapping, with tensors, got {self.config!r}")
 
 
 def check_weight_label(label: WeightLabel | None) -> None:

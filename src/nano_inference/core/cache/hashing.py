@@ -25,7 +25,8 @@ def compute_block_hash(token_ids: Sequence[int], prefix_hash: int | None = None)
     return int.from_bytes(digest[:_DIGEST_BYTES], "little")
 
 
-def root_hash(version: int, salt: str) -> int:
-    """Return the prefix hash of the first block under one weight version and one cache namespace."""
-    digest = hashlib.sha256(b"root" + struct.pack("<q", version) + salt.encode("utf-8", "surrogatepass")).digest()
+def root_hash(version: int, namespace: str, adapter: int) -> int:
+    """Return the prefix hash of the first block under a `Salt`."""
+    numbers = struct.pack("<qq", version, adapter)
+    digest = hashlib.sha256(b"root" + numbers + namespace.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "little")

@@ -14,7 +14,8 @@ from nano_inference.core.cache.states import StatePool
 from nano_inference.support.checks import check_int
 from nano_inference.types import CacheFull
 
-Salt = tuple[int, str]  # weight version and cache namespace: prefixes are shared only between equal salts
+Salt = tuple[int, str, int]
+"""Weight version, cache namespace and number of the adapter: prefixes are shared only between equal salts."""
 
 
 class Hit(NamedTuple):
