@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _HOMES = {
+    "AdapterInfo": "types",
     "AsyncEngine": "async_engine",
     "BadRequest": "types",
     "Block": "compat",

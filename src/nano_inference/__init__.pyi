@@ -36,6 +36,7 @@ from nano_inference.rl.rollout import Segment as Segment
 from nano_inference.rl.rollout import Turn as Turn
 from nano_inference.rl.rollout import run_rollouts as run_rollouts
 from nano_inference.rl.spmd import SpmdEngine as SpmdEngine
+from nano_inference.types import AdapterInfo as AdapterInfo
 from nano_inference.types import BadRequest as BadRequest
 from nano_inference.types import CacheFull as CacheFull
 from nano_inference.types import Delta as Delta

@@ -14,7 +14,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 from nano_inference.core.admission import requests_for, scoring_requests
 from nano_inference.core.outbox import Outbox
 from nano_inference.types import (
+    AdapterInfo,
     BadRequest,
     Delta,
     EngineDead,
     EngineRequest,
+    OnAdapter,
     OnRunning,
     PauseMode,
     SamplingParams,
@@ -39,7 +41,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.updates import NamedWeights, WeightUpdate
+from nano_inference.weights.updates import AdapterLoad, NamedWeights, WeightUpdate
 
 if TYPE_CHECKING:
     from nano_inference.engine import InferenceEngine  # imports torch
@@ -207,9 +209,10 @@ class AsyncEngine(Generic[Engine]):
         num_samples_per_prompt: int = 1,
         *,
         program: TokenProgram | None = None,
+        adapter: str | None = None,
     ) -> list[TrainingSample]:
         """Return n samples of each prompt, as `InferenceEngine.generate` does. Raises `BadRequest`, `EngineDead`."""
-        return await self._samples(requests_for(prompts, sampling_params, num_samples_per_prompt, program))
+        return await self._samples(requests_for(prompts, sampling_params, num_samples_per_prompt, program, adapter))
 
     async def stream(
         self,
@@ -218,6 +221,7 @@ class AsyncEngine(Generic[Engine]):
         num_samples_per_prompt: int = 1,
         *,
         program: TokenProgram | None = None,
+        adapter: str | None = None,
     ) -> AsyncIterator[Delta]:
         """Yield the deltas of one prompt's samples; closing the iterator aborts them."""
         request = EngineRequest(
@@ -225,6 +229,7 @@ class AsyncEngine(Generic[Engine]):
             params=sampling_params or SamplingParams(),
             num_samples=num_samples_per_prompt,
             program=program,
+            adapter=adapter,
             is_streamed=True,
         )
         with self.submit([request]) as outbox:
@@ -239,9 +244,10 @@ class AsyncEngine(Generic[Engine]):
         *,
         temperature: float = 1.0,
         params: SamplingParams | None = None,
+        adapter: str | None = None,
     ) -> list[float]:
         """Return what `InferenceEngine.score` does for one text. Raises `EngineDead` too."""
-        (sample,) = await self._samples(scoring_requests([token_ids], start, temperature, params))
+        (sample,) = await self._samples(scoring_requests([token_ids], start, temperature, params, adapter))
         if sample.finish_reason == "abort":
             raise ValueError(f"token_ids: {sample.stop_reason or 'the request was aborted'}")
         return list(sample.prompt_logprobs or ())
@@ -448,6 +454,30 @@ class AsyncEngine(Generic[Engine]):
             return False
         self._num_cancelled = number
         return True
+
+    # ---- adapters ---------------------------------------------------------------------------------------------------
+
+    async def load_adapter(
+        self,
+        name: str,
+        source: NamedWeights | str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        version: WeightLabel | None = None,
+        on_running: OnAdapter = "keep",
+    ) -> WeightLabel:
+        """Load an adapter as `InferenceEngine.load_adapter` does; it is read and packed in a thread, beside steps."""
+        load = AdapterLoad(name=name, source=source, config=config, version=version, on_running=on_running)
+        staged = await asyncio.to_thread(await self.call(lambda engine: engine.stage_adapter), load)
+        return await self.call(lambda engine: engine.install_adapter(staged))
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter as `InferenceEngine.unload_adapter` does; return whether it was loaded."""
+        return await self.call(lambda engine: engine.unload_adapter(name))
+
+    async def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Return the adapters that requests can name."""
+        return await self.call(lambda engine: engine.adapters())
 
     # ---- calls ------------------------------------------------------------------------------------------------------
 
