@@ -24,8 +24,9 @@ from nano_inference import (
 )
 from nano_inference.core.scheduler import STREAM_LOOKAHEAD
 from nano_inference.types import Delta, EngineRequest, UpdateBusy, UpdateCancelled
-from nano_inference.weights.updates import WeightUpdate
-from tests.sim.fakes import Calculator, OnStep, fake_config, fake_parts, raising
+from nano_inference.weights.adapters import StagedAdapter
+from nano_inference.weights.updates import AdapterLoad, WeightUpdate
+from tests.sim.fakes import Adapting, Calculator, OnStep, fake_config, fake_parts, raising
 from tests.sim.versioned import content
 from tests.weights.pairs import OpenEngine, Pair
 from tests.weights.test_update import PausedSource
@@ -441,3 +442,53 @@ def test_an_engine_whose_start_is_cancelled_or_whose_step_fails_is_shut_down() -
     asyncio.run(fail())
     with pytest.raises(EngineDead, match="shut down"):
         failing.generate([PROMPT], PARAMS)
+
+
+def test_adapters_are_staged_beside_steps() -> None:
+    ready, may_stage = threading.Event(), threading.Event()
+
+    class Slow(Adapting):
+        def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
+            ready.set()
+            assert may_stage.wait(30)
+            return super().stage_adapter(load)
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        may_stage.set()
+        assert await engine.load_adapter("a", "directory") == 1
+        may_stage.clear()
+        loading = asyncio.create_task(engine.load_adapter("a", "directory", version="new"))
+        await asyncio.to_thread(ready.wait)
+        (sample,) = await engine.generate([PROMPT], PARAMS, adapter="a")
+        assert sample.adapter_versions == (1,) * 8
+        may_stage.set()
+        assert await loading == "new"
+        deltas = [delta async for delta in engine.stream(PROMPT, PARAMS, adapter="a")]
+        assert [one for delta in deltas for one in delta.adapter_versions] == ["new"] * 8
+        with pytest.raises(BadRequest, match="adapter: is bad"):
+            await engine.load_adapter("a", "bad")
+        assert [one.version for one in await engine.adapters()] == ["new"]
+        assert await engine.score(PROMPT, adapter="a") != await engine.score(PROMPT)
+        assert await engine.unload_adapter("a")
+        with pytest.raises(BadRequest, match="'a' is not loaded"):
+            await engine.generate([PROMPT], PARAMS, adapter="a")
+
+    run(work, Slow(fake_config(), parts=fake_parts("radix", 100, 4)))
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"name": ""}, "name"),
+        ({"version": 1.5}, "version"),
+        ({"on_running": "wait"}, "on_running"),
+        ({"config": {}}, "config"),
+        ({"source": {}}, "config"),
+    ],
+)
+def test_load_adapter_rejects_invalid_arguments(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        fake_engine().load_adapter(**{"name": "a", "source": "directory", **given})
+    assert caught.value.field == field
+    with pytest.raises(BadRequest, match="adapter: this engine has no model that could use it"):
+        fake_engine().load_adapter("a", "directory")

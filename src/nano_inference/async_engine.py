@@ -45,6 +45,7 @@ from nano_inference.weights.updates import AdapterLoad, NamedWeights, WeightUpda
 
 if TYPE_CHECKING:
     from nano_inference.engine import InferenceEngine  # imports torch
+    from nano_inference.weights.adapters import StagedAdapter
 
 Answer = TypeVar("Answer")
 
@@ -468,8 +469,14 @@ class AsyncEngine(Generic[Engine]):
     ) -> WeightLabel:
         """Load an adapter as `InferenceEngine.load_adapter` does; it is read and packed in a thread, beside steps."""
         load = AdapterLoad(name=name, source=source, config=config, version=version, on_running=on_running)
-        staged = await asyncio.to_thread(await self.call(lambda engine: engine.stage_adapter), load)
+        staged = await self.stage_adapter(load)
         return await self.call(lambda engine: engine.install_adapter(staged))
+
+    async def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
+        """Read and pack an adapter in a thread; raises as `load_adapter`, also if it does not fit now."""
+        staged = await asyncio.to_thread(await self.call(lambda engine: engine.stage_adapter), load)
+        await self.call(lambda engine: engine.check_room(staged))
+        return staged
 
     async def unload_adapter(self, name: str) -> bool:
         """Forget an adapter as `InferenceEngine.unload_adapter` does; return whether it was loaded."""

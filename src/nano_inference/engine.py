@@ -53,7 +53,7 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.adapters import StagedAdapter, drop_unused, install_adapter, stage_adapter
+from nano_inference.weights.adapters import StagedAdapter, drop_unused, install_adapter, room_for, stage_adapter
 from nano_inference.weights.group import WeightGroup
 from nano_inference.weights.member import GroupBackend
 from nano_inference.weights.sync import WeightSyncManager
@@ -781,6 +781,11 @@ class InferenceEngine:
         if (executor := self.parts.executor) is None:
             raise BadRequest("adapter", "this engine has no model that could use it")
         return stage_adapter(load, executor, self.config.max_adapter_rank)
+
+    def check_room(self, staged: StagedAdapter) -> None:
+        """Raise as `install_adapter` would, if the adapter does not fit now."""
+        with self._driving:
+            room_for(staged, self._core)
 
     def install_adapter(self, staged: StagedAdapter) -> WeightLabel:
         """Install a staged adapter between two steps; return its version. Raises as `load_adapter`."""

@@ -11,7 +11,7 @@ from nano_inference.config import EngineConfig, Speculation
 from nano_inference.core.cache import make_kv
 from nano_inference.core.step import UNREAD, BlockCopy, DrawExtras, Row, RowResult, RowState
 from nano_inference.engine import InferenceEngine
-from nano_inference.types import OnAdapter, SamplingParams, WeightLabel
+from nano_inference.types import BadRequest, OnAdapter, SamplingParams, WeightLabel
 from nano_inference.weights.adapters import StagedAdapter
 from nano_inference.weights.updates import AdapterLoad
 
@@ -361,6 +361,19 @@ def fake_engine(
 ) -> InferenceEngine:
     """An engine without a model, with blocks of 4 tokens; `options` are those of `fake_config`."""
     return InferenceEngine(fake_config(**options), parts=fake_parts(cache_type, num_blocks, 4, lookahead, drawing))
+
+
+class Adapting(InferenceEngine):
+    """An engine on the fake runner that stages every adapter whose source is not "bad"."""
+
+    def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
+        if load.source == "bad":
+            raise BadRequest("adapter", "is bad")
+        return StagedAdapter(load=load, rank=1, num_bytes=1, packed=(load.name, load.on_running))
+
+
+def adapting_engine(**options: Any) -> Adapting:
+    return Adapting(fake_config(**options), parts=fake_parts("radix", 100, 4))
 
 
 def load(

@@ -66,25 +66,26 @@ class Adapters:
 
     # ---- loads ------------------------------------------------------------------------------------------------------
 
-    def make_room(self, name: str, num_bytes: int, staying: Set[int]) -> None:
-        """Unload idle adapters, the least recently used first, until one more fits.
+    def room_for(self, name: str, num_bytes: int, staying: Set[int]) -> list[str]:
+        """Return the idle adapters that must be unloaded for another one to fit, the least recently used first.
 
         `staying` are the requests that would keep their adapter of this name. Raises `BadRequest` if it can never fit,
-        and `UpdateBusy` if requests use too many others; then nothing is unloaded.
+        and `UpdateBusy` if requests use too many others.
         """
         if num_bytes > self.most_bytes:
             raise BadRequest("adapter", f"{name!r} has {num_bytes} bytes, adapter_memory is {self.most_bytes}")
-        left = {n: one for n, one in self._loaded.items() if one.info.name != name or one.users & staying}
-        idle = [other for other, number in self._current.items() if other != name and not self._loaded[number].users]
+        others = {other: number for other, number in self._current.items() if other != name}
+        used = {n for n, one in self._loaded.items() if (one.users & staying if one.info.name == name else one.users)}
+        left = {number: self._loaded[number].info.num_bytes for number in used.union(others.values())}
+        idle = [other for other, number in others.items() if number not in used]
         evicted: list[str] = []
-        while len(left) >= self.most or sum(one.info.num_bytes for one in left.values()) + num_bytes > self.most_bytes:
+        while len(left) >= self.most or sum(left.values()) + num_bytes > self.most_bytes:
             if len(evicted) == len(idle):
                 limits = f"max_adapters={self.most} and adapter_memory={self.most_bytes}"
                 raise UpdateBusy(f"adapter {name!r} does not fit beside those that requests use: {limits}; try later")
             evicted.append(idle[len(evicted)])
-            del left[self._current[evicted[-1]]]
-        for other in evicted:
-            del self._current[other]
+            del left[others[evicted[-1]]]
+        return evicted
 
     def next_number(self) -> int:
         """Return a number that was never returned before."""

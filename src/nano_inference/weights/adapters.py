@@ -37,12 +37,17 @@ def stage_adapter(load: AdapterLoad, executor: Executor, max_rank: int) -> Stage
     return StagedAdapter(load=load, rank=adapter.rank, num_bytes=adapter.num_bytes, packed=packed)
 
 
+def room_for(staged: StagedAdapter, core: Core) -> list[str]:
+    """Return the adapters that must be unloaded for a staged one. Raises as `Adapters.room_for` does."""
+    return core.adapters.room_for(staged.load.name, staged.num_bytes, _staying(staged, core))
+
+
 def install_adapter(staged: StagedAdapter, core: Core, runner: Runner) -> WeightLabel:
-    """Make a staged adapter its name's current one, and return its version. Raises as `Adapters.make_room` does."""
-    load = staged.load
-    staying = core.started_requests() if load.on_running == "keep" else frozenset()
+    """Make a staged adapter its name's current one, and return its version. Raises as `Adapters.room_for` does."""
+    load, staying = staged.load, _staying(staged, core)
     drop_unused(core, runner)
-    core.adapters.make_room(load.name, staged.num_bytes, staying)
+    for name in room_for(staged, core):
+        core.adapters.unload(name)
     drop_unused(core, runner)
     number = core.adapters.next_number()
     runner.commit_adapter(number, staged.packed)
@@ -52,6 +57,11 @@ def install_adapter(staged: StagedAdapter, core: Core, runner: Runner) -> Weight
     core.install_adapter(number, info, staying)
     drop_unused(core, runner)
     return version
+
+
+def _staying(staged: StagedAdapter, core: Core) -> frozenset[int]:
+    """Return the requests that keep the adapter which they have."""
+    return core.started_requests() if staged.load.on_running == "keep" else frozenset()
 
 
 def drop_unused(core: Core, runner: Runner) -> None:

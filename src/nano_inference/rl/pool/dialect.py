@@ -78,6 +78,7 @@ def check_supported(request: EngineRequest) -> None:
         "program": request.program is not None,
         "make_matcher": request.make_matcher is not None,
         "partial": request.partial is not None,
+        "adapter": request.adapter is not None,
         "beginning": request.beginning != FROM_THE_PROMPT and request.score_params is None,
     }
     for name, is_given in given.items():

@@ -16,9 +16,10 @@ from nano_inference.core.outbox import Outbox
 from nano_inference.engine import InferenceEngine
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
 from nano_inference.types import Delta, PauseMode, TrainingSample
+from nano_inference.weights.adapters import StagedAdapter
 from nano_inference.weights.directory import weights_in
 from nano_inference.weights.staging import checked_name, plain_tensor
-from nano_inference.weights.updates import WeightUpdate
+from nano_inference.weights.updates import AdapterLoad, WeightUpdate
 
 OpenEngine = Callable[[int], InferenceEngine]  # opens a worker's engine by its index, on the engine's thread
 
@@ -33,6 +34,7 @@ class LocalWorker:
         self._num_computed = self._num_sampled = 0
         self._engine = AsyncEngine(open_engine, observer=self, end_error=self._died)
         self._jobs: dict[int, Outbox] = {}  # open jobs
+        self._staged: StagedAdapter | None = None
 
     async def open(self) -> Limits:
         """Open the engine; return the limits of its requests. Raises what its constructor raises."""
@@ -77,6 +79,20 @@ class LocalWorker:
     async def discard(self) -> bool:
         """Drop weights that are not installed; return whether there were any."""
         return await self._engine.cancel_update()
+
+    async def stage_adapter(self, load: AdapterLoad | None) -> None:
+        """Read and pack an adapter, and hold it if it fits; None drops it. Raises as `AsyncEngine.load_adapter`."""
+        self._staged = None if load is None else await self._engine.stage_adapter(load)
+
+    async def install_adapter(self) -> None:
+        """Install the adapter that is held."""
+        staged, self._staged = self._staged, None
+        assert staged is not None, "staged before"
+        await self._engine.call(lambda engine: engine.install_adapter(staged))
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; return whether it was loaded."""
+        return await self._engine.unload_adapter(name)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop running steps, as `InferenceEngine.pause` does; return when the engine is paused."""

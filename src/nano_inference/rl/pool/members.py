@@ -17,10 +17,13 @@ from nano_inference.rl.pool.worker import Command, Fleet, Job, Worker, WorkerDie
 from nano_inference.support.files import path_of
 from nano_inference.types import BadRequest, Delta, EngineDead, PauseMode, TrainingSample, WeightLabel
 from nano_inference.weights.staging import pairs
-from nano_inference.weights.updates import NamedWeights, WeightUpdate
+from nano_inference.weights.updates import AdapterLoad, NamedWeights, WeightUpdate
 
 _MOST_ATTEMPTS = 4  # a request that so many workers in a row did not survive is not tried again
-_PER_TOKEN = ("token_ids", "logprobs", "mask", "versions", "top_logprobs", "raw_logprobs", "sampling_masks")
+_PER_TOKEN = (
+    *("token_ids", "logprobs", "mask", "versions", "adapter_versions"),
+    *("top_logprobs", "raw_logprobs", "sampling_masks"),
+)
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +78,8 @@ class Members:
         self._members: dict[int, Member] = {}
         self._in_force: list[tuple[int, WeightUpdate]] = []
         """(pool version, update): the latest complete one, and of the partial ones after it what none replaces."""
+        self.adapters: dict[str, AdapterLoad] = {}
+        """Name -> the latest load of the pool, in the order of loads; a worker may have evicted it."""
         self._is_paused = False
         self._tasks: set[asyncio.Task[Any]] = set()  # replacements that run
         self._retries: set[asyncio.Task[None]] = set()  # further attempts at places that could not be filled
@@ -290,6 +295,9 @@ class Members:
                 for version, update in self._in_force:
                     member.versions[await worker.call("stage", update)] = version
                     await worker.call("commit")
+                for load in tuple(self.adapters.values()):
+                    await worker.call("stage_adapter", load)
+                    await worker.call("install_adapter")
                 # Pause or resume it as the pool is: a server that was unreachable may be paused since then.
                 is_paused: bool | None = None
                 while is_paused != self._is_paused:  # the pool may be paused or resumed during the call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,12 @@ from typing import Any, Self, TypeVar
 
 from nano_inference.core.admission import checked, requests_for, scoring_requests, texts_of
 from nano_inference.core.seeds import derive_seed
+from nano_inference.rl.pool.adapters import load_adapter
 from nano_inference.rl.pool.members import Members
 from nano_inference.rl.pool.updates import Updates
 from nano_inference.rl.pool.worker import Fleet, Job, WorkerFacts
 from nano_inference.support.checks import check_bool, check_int, token_ids, unit_vector
+from nano_inference.support.files import path_of
 from nano_inference.types import (
     PAUSE_MODES,
     BadRequest,
@@ -25,6 +27,7 @@ from nano_inference.types import (
     EngineRequest,
     Matcher,
     MatcherFactory,
+    OnAdapter,
     OnRunning,
     PauseMode,
     Pooling,
@@ -35,7 +38,8 @@ from nano_inference.types import (
     WeightInfo,
     WeightLabel,
 )
-from nano_inference.weights.updates import NamedWeights, WeightUpdate
+from nano_inference.weights.staging import pairs, plain_tensor
+from nano_inference.weights.updates import AdapterLoad, NamedWeights, WeightUpdate
 
 Result = TypeVar("Result")
 
@@ -60,7 +64,7 @@ class RolloutPool:
         """
         self.lineage = lineage or secrets.token_hex(8)
         self._seed = seed
-        self._next_job = 0
+        self._next_job = self._num_loads = 0
         self._loop = LoopThread()
         self._members = Members(fleet, self.lineage)
         self._updates = Updates(self._members)
@@ -96,6 +100,7 @@ class RolloutPool:
         num_samples_per_prompt: int = 1,
         *,
         program: TokenProgram | None = None,
+        adapter: str | None = None,
         sessions: Seq[str] | None = None,
     ) -> list[TrainingSample]:
         """Return n samples of each prompt, as `InferenceEngine.generate` does; waits while the pool is paused.
@@ -103,7 +108,7 @@ class RolloutPool:
         `sessions` names for each prompt the conversation that it continues, whose prefix one worker has cached. Raises
         `BadRequest` before anything runs, and `EngineDead` if no worker is left.
         """
-        requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program)
+        requests = requests_for(prompts, sampling_params, num_samples_per_prompt, program, adapter)
         if sessions is not None and len(sessions) != len(requests):
             raise BadRequest("sessions", f"{len(sessions)} given for {len(requests)} prompts")
         return [sample for samples in self._run_all(requests, sessions) for sample in samples]
@@ -114,11 +119,13 @@ class RolloutPool:
         sampling_params: SamplingParams | None = None,
         num_samples_per_prompt: int = 1,
         *,
+        adapter: str | None = None,
         session: str | None = None,
     ) -> PoolStream:
         """Return an iterator of a prompt's deltas, which starts at the first `next`; closing it aborts the samples."""
         params = sampling_params or SamplingParams()
-        request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, is_streamed=True)
+        request = EngineRequest(prompt=prompt, params=params, num_samples=num_samples_per_prompt, adapter=adapter)
+        request = replace(request, is_streamed=True)
         (job,) = self._run(self._jobs([request]))
         return PoolStream(self._loop, self._members.stream(job, session))
 
@@ -129,15 +136,21 @@ class RolloutPool:
         *,
         temperature: float = 1.0,
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        adapter: str | None = None,
     ) -> list[float] | list[list[float]]:
         """Return log-probabilities of the texts' tokens, as `InferenceEngine.score` does."""
         texts, single = texts_of(token_ids)
-        requests = scoring_requests(texts, start, temperature, params)
+        requests = scoring_requests(texts, start, temperature, params, adapter)
         scores = [list(sample.prompt_logprobs or ()) for sample in self._read_all(requests)]
         return scores[0] if single else scores
 
     def embed(
-        self, token_ids: Seq[int] | Seq[Seq[int]], pooling: Pooling = "mean", *, normalize: bool = False
+        self,
+        token_ids: Seq[int] | Seq[Seq[int]],
+        pooling: Pooling = "mean",
+        *,
+        normalize: bool = False,
+        adapter: str | None = None,
     ) -> list[float] | list[list[float]]:
         """Return the embedding of each text, as `InferenceEngine.embed` does."""
         texts, single = texts_of(token_ids)
@@ -145,7 +158,7 @@ class RolloutPool:
         if pooling is None:
             raise BadRequest("pooling", "must be one of mean, last, got None")
         params = SamplingParams(max_tokens=0, pooling=pooling)
-        samples = self._read_all([EngineRequest(prompt=ids, params=params) for ids in texts])
+        samples = self._read_all([EngineRequest(prompt=ids, params=params, adapter=adapter) for ids in texts])
         found = [sample.embedding or () for sample in samples]
         embeddings = [list(unit_vector(one) if normalize else one) for one in found]
         return embeddings[0] if single else embeddings
@@ -257,11 +270,52 @@ class RolloutPool:
             raise WeightError(f"the workers have different weights: {', '.join(f'{n} {c}' for n, c in found.items())}")
         return next(iter(found.values()))
 
+    # ---- adapters ---------------------------------------------------------------------------------------------------
+
+    def load_adapter(
+        self,
+        name: str,
+        source: NamedWeights | str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        version: WeightLabel | None = None,
+        on_running: OnAdapter = "keep",
+    ) -> WeightLabel:
+        """Load an adapter into all workers or none, as `InferenceEngine.load_adapter`; not into workers at URLs.
+
+        The default `version` counts the pool's loads. All workers must be able to read a directory, as it is now, while
+        the adapter is loaded.
+        """
+        self._num_loads += 1
+        load = AdapterLoad(
+            name=name,
+            source=source,
+            config=config,
+            version=self._num_loads if version is None else version,
+            on_running=on_running,
+        )
+        if isinstance(source, str | Path):
+            load = replace(load, source=path_of(source, "source").absolute())
+        else:  # adapters are small: every worker gets its own copy
+            load = replace(load, source=[(str(n), plain_tensor(str(n), one).cpu().clone()) for n, one in pairs(source)])
+        self._run(load_adapter(self._members, load))
+        assert load.version is not None
+        return load.version
+
+    def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter in all workers; return whether the pool had loaded it."""
+        was_loaded = self._members.adapters.pop(name, None) is not None
+        self._run(self._members.each("unload_adapter", name))
+        return was_loaded
+
     # ---- running ----------------------------------------------------------------------------------------------------
 
     async def _jobs(self, requests: Seq[EngineRequest]) -> list[Job]:
         """Number requests and give each its seed. Raises `BadRequest` naming the first invalid field."""
         for request in requests:
+            if request.adapter is not None and request.adapter not in self._members.adapters:
+                known = ", ".join(sorted(self._members.adapters)) or "none"
+                raise BadRequest("adapter", f"the pool has not loaded {request.adapter!r}; loaded: {known}")
             if self._limits is None:  # only the workers know them: check what routing needs
                 token_ids("prompt", request.prompt)
                 check_int("num_samples", request.num_samples, 1)

@@ -15,7 +15,7 @@ from nano_inference.rl.pool.wire import Refused, Server, read_url
 from nano_inference.rl.pool.worker import Command, Job, WorkerDied, WorkerFacts
 from nano_inference.support.checks import check_number, float32
 from nano_inference.types import BadRequest, Delta, PauseMode, TrainingSample, WeightError
-from nano_inference.weights.updates import WeightUpdate
+from nano_inference.weights.updates import AdapterLoad, WeightUpdate
 
 _GENERATE = "/inference/v1/generate"
 
@@ -100,6 +100,10 @@ class UrlWorker:
 
     async def discard(self) -> bool:
         return bool((await self._command("/abort_weight_update", {}))["aborted"])
+
+    async def stage_adapter(self, load: AdapterLoad | None) -> None:
+        """Refuse: a server installs an adapter at once, so that a load would not be atomic."""
+        raise BadRequest("adapter", "workers at URLs load adapters by their own routes only (/v1/load_lora_adapter)")
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         await self._command("/pause", {"mode": mode, "clear_cache": clear_cache})

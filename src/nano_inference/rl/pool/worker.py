@@ -32,7 +32,10 @@ class WorkerFacts:
     pid: int = 0  # the engine's process; 0 if unknown
 
 
-Command = Literal["stage", "commit", "discard", "pause", "resume", "abort", "flush", "checksum", "facts"]
+AdapterCommand = Literal["stage_adapter", "install_adapter", "unload_adapter"]
+Command = (
+    Literal["stage", "commit", "discard", "pause", "resume", "abort", "flush", "checksum", "facts"] | AdapterCommand
+)
 
 
 class Worker(Protocol):
