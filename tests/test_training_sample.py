@@ -352,9 +352,9 @@ def test_packed_scores_equal_separate_ones(ours: InferenceEngine) -> None:
 
             program, device = executor.program, executor.device
 
-            def logits(self, hidden_SE: Tensor, calls: list[int] = calls) -> Tensor:
+            def logits(self, hidden_SE: Tensor, adapters: list[int], calls: list[int] = calls) -> Tensor:
                 calls.append(hidden_SE.size(0))
-                return executor.logits(hidden_SE)
+                return executor.logits(hidden_SE, adapters)
 
         with torch.inference_mode():
             scores = score_rows(Counted(), rows, found, hidden_TE, vocabulary, width * VOCAB_SIZE)  # type: ignore[arg-type]

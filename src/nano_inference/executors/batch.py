@@ -30,6 +30,11 @@ def previous_tokens(rows: Rows) -> list[int]:
     return found
 
 
+def adapter_numbers(rows: Rows) -> list[int]:
+    """Return the number of the adapter of each of the step's T tokens, 0 for none."""
+    return [row.adapter for row in rows for _ in row.tokens]
+
+
 def split_at_answers(rows: Rows) -> list[tuple[Rows, list[int]]]:
     """Split a step into prompt tokens and generated tokens, which must be computed in this order.
 

@@ -194,6 +194,21 @@ class Executor(Protocol):
         """
         return
 
+    def stage_adapter(self, adapter: Adapter) -> Any:
+        """Return an adapter as the executor computes with it, in memory beside the weights. Any thread may call this.
+
+        Raises `BadRequest` if the executor computes without adapters.
+        """
+        raise BadRequest("adapter", f"the {self.code} executor has no adapters")
+
+    def commit_adapter(self, number: int, staged: Any) -> None:
+        """Let rows use a staged adapter by its number. Call between two steps only, as the next method."""
+        raise AssertionError("nothing can be staged")
+
+    def drop_adapter(self, number: int) -> None:
+        """Free an adapter that no row uses any more."""
+        raise AssertionError("nothing can be committed")
+
     def free_cache(self) -> None:
         """Free the cache's memory (`Runner.free_cache`)."""
         self.cache.free()

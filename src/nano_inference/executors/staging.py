@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from nano_inference.loading.pieces import FileRange
@@ -40,14 +39,6 @@ def rows_of(source: WeightSource, start: int, stop: int) -> WeightSource:
         return TensorSource(source.tensor[start:stop])
     assert isinstance(source, FileRange)
     return source.rows(start, stop)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Return False if any value is NaN or infinite. A minimum propagates NaN, so one pass suffices."""
-    if not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor)
-    return float(low) > -torch.inf and float(high) < torch.inf
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -47,8 +47,11 @@ class Forward(Protocol):
     def final(self, hidden_SE: Tensor) -> Tensor:
         """Apply the final norm to a residual [S, E]."""
 
-    def logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return float32 logits [S, V] of a residual, on a device that supports float64, which sampling needs."""
+    def logits(self, hidden_SE: Tensor, adapters: Sequence[int] = ()) -> Tensor:
+        """Return float32 logits [S, V] of a residual, on a device that supports float64, which sampling needs.
+
+        `adapters` are the numbers of the rows' adapters, 0 for none; () if no row has one.
+        """
 
 
 class InferenceMode:
@@ -98,7 +101,7 @@ def _run_once(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabu
     if seen:
         are_all = asked.places == list(range(hidden_KE.size(0)))  # the usual case: no copy is needed
         hidden_BE = hidden_KE if are_all else hidden_KE[torch.tensor(asked.places, device=forward.device)]
-        drawn_rows = sampler(forward.logits(hidden_BE), seen)
+        drawn_rows = sampler(forward.logits(hidden_BE, _adapters(seen)), seen)
     found = _by_row(rows, drawn_rows)
     for index in scores.keys() | sums.keys():
         row_id, own = rows[index].id, scores.get(index, RowResult(id=rows[index].id))
@@ -106,6 +109,11 @@ def _run_once(forward: Forward, rows: Rows, sampler: Sampler, vocabulary: Vocabu
             scores=own.scores, score_tops=own.score_tops, score_ranks=own.score_ranks, pooled=sums.get(index, ())
         )
     return found
+
+
+def _adapters(rows: Sequence[Row]) -> list[int]:
+    """Return the number of each row's adapter; empty if none has one."""
+    return [row.adapter for row in rows] if any(row.adapter for row in rows) else []
 
 
 def _by_row(rows: Rows, draws: Sequence[RowResult]) -> dict[int, RowResult]:
@@ -162,10 +170,12 @@ def score_rows(
     drawn: list[Known | None] = []  # targets whose draws are repeated
     temperatures: list[float] = []
     num_tops: list[int] = []
+    adapted: list[Row] = []  # the row of each target
     for index, known in found.items():
         row, size = rows[index], len(known.targets)
         indices += known.indices
         tokens += known.targets
+        adapted += [row] * size
         if is_adjusted(row):
             drawn += [Known(row, known.first + place) for place in range(size)]
         else:
@@ -180,7 +190,7 @@ def score_rows(
     for start in range(0, len(tokens), width):
         piece = slice(start, start + width)
         index_S, target_S = torch.tensor([indices[piece], tokens[piece]], device=forward.device)
-        logits_SV = forward.logits(hidden_KE[index_S])
+        logits_SV = forward.logits(hidden_KE[index_S], _adapters(adapted[piece]))
         adjust_known(logits_SV, drawn[piece], vocabulary)
         normaliser = vocabulary.normalise(logits_SV, temperatures[piece])
         own_S1 = vocabulary.at(logits_SV, target_S.to(logits_SV.device))

@@ -80,6 +80,14 @@ class FileRange:
             piece.copy_(staging[: piece.numel()])
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return False if any value is NaN or infinite. A minimum propagates NaN, so one pass suffices."""
+    if not tensor.numel():
+        return True
+    low, high = torch.aminmax(tensor)
+    return float(low) > -torch.inf and float(high) < torch.inf
+
+
 def open_at(path: Path, offset: int) -> FileIO:
     """Open a file unbuffered and seek to `offset`. Raises `ModelError`."""
     try:

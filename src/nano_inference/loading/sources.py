@@ -104,6 +104,15 @@ def own_sources(
     return kept, ignored
 
 
+def exchanged_heads(tensor: Tensor, place: tuple[int, int], rows: int, num_heads: int) -> Tensor:
+    """Exchange rows and columns of a table of heads, which follow each other on an axis."""
+    axis, start = place
+    first, heads = tensor.narrow(axis, 0, start), tensor.narrow(axis, start, tensor.size(axis) - start)
+    before, after = tensor.shape[:axis], tensor.shape[axis + 1 :]
+    table = heads.reshape(*before, rows, num_heads // rows, -1, *after).transpose(axis, axis + 1)
+    return torch.cat((first, table.flatten(axis, axis + 2)), dim=axis)
+
+
 def check_names(shapes: Mapping[str, tuple[int, ...]], named: Mapping[str, WeightSource]) -> None:
     """Raise `ModelError` if names or shapes differ from those of the model."""
     for name, source in named.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 from nano_inference.executors.protocol import Staged
 from nano_inference.executors.staging import NotFinite, dtype_name
 from nano_inference.loading.pieces import DTYPES, FileRange
-from nano_inference.loading.sources import TensorSource, WeightSource
+from nano_inference.loading.sources import TensorSource, WeightSource, exchanged_heads
 from nano_inference.models.names import NameRules
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
@@ -148,7 +148,7 @@ def arranged(source: TensorSource | FileRange, own: str, names: NameRules) -> Te
         source.read_into(tensor)
     else:
         tensor = source.tensor
-    return TensorSource(_transposed(tensor, place, names.tiled.num_k_heads, names.tiled.num_v_heads))
+    return TensorSource(exchanged_heads(tensor, place, names.tiled.num_k_heads, names.tiled.num_v_heads))
 
 
 def as_given(own: str, value: Tensor, names: NameRules) -> Tensor:
@@ -157,16 +157,7 @@ def as_given(own: str, value: Tensor, names: NameRules) -> Tensor:
     if names.tiled is None or place is None:
         return value
     num_v_heads = names.tiled.num_v_heads
-    return _transposed(value, place, num_v_heads // names.tiled.num_k_heads, num_v_heads)
-
-
-def _transposed(tensor: Tensor, place: tuple[int, int], rows: int, num_heads: int) -> Tensor:
-    """Exchange rows and columns of a table of heads, which follow each other on an axis."""
-    axis, start = place
-    first, heads = tensor.narrow(axis, 0, start), tensor.narrow(axis, start, tensor.size(axis) - start)
-    before, after = tensor.shape[:axis], tensor.shape[axis + 1 :]
-    table = heads.reshape(*before, rows, num_heads // rows, -1, *after).transpose(axis, axis + 1)
-    return torch.cat((first, table.flatten(axis, axis + 2)), dim=axis)
+    return exchanged_heads(value, place, num_v_heads // names.tiled.num_k_heads, num_v_heads)
 
 
 def checked_name(name: object) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import Any
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.core.step import BlockCopy, RowResult
-from nano_inference.executors.batch import Rows, previous_tokens, spans_of
+from nano_inference.executors.batch import Rows, adapter_numbers, previous_tokens, spans_of
 from nano_inference.executors.cache import CacheMemory
+from nano_inference.executors.cpu.adapters import CpuAdapter, adapter_rows, pack_adapter
 from nano_inference.executors.cpu.drawing import KernelSampler, kernel_normalise
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.cpu.lower import LOWERINGS, CpuWeights, Lowerings, check_operations, head_sizes, lowered
@@ -30,6 +31,7 @@ from nano_inference.executors.sampling import WholeVocabulary
 from nano_inference.executors.states import StateSlots, ends_of
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput, Span
+from nano_inference.loading.adapters import Adapter
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Op
 from nano_inference.models.program import Program
@@ -78,6 +80,7 @@ class CpuExecutor(Executor):
         self._vocabulary = WholeVocabulary(kernel_normalise(library))
         self._lowerings = lowerings
         self._mode = InferenceMode()
+        self._adapters: dict[int, CpuAdapter] = {}
         bind = partial(bound, program, library, rope_tables(program, max_len), lowerings)
         self.weights: LiveCpuWeights[CpuModel] = LiveCpuWeights(program, library, rounding, bind)
         make = partial(new_store, program, library)
@@ -114,9 +117,10 @@ class CpuExecutor(Executor):
         self.model.final.run_rows({"x": hidden_SE})
         return self.model.final.buffer("h", hidden_SE.size(0))
 
-    def logits(self, hidden_SE: Tensor) -> Tensor:
+    def logits(self, hidden_SE: Tensor, adapters: Sequence[int] = ()) -> Tensor:
         """Return float32 logits [S, V]; the next call overwrites the result."""
-        self.model.logits.run_rows({"x": hidden_SE})
+        numbers = adapters or [0] * hidden_SE.size(0)
+        self.model.logits.run_rows({"x": hidden_SE}, adapter_rows(numbers, (), self._adapters))
         return self.model.logits.buffer("logits", hidden_SE.size(0), self.program.vocab_size)
 
     def forward(
@@ -141,7 +145,20 @@ class CpuExecutor(Executor):
         assert max(row.start + len(row.tokens) for row in rows) <= self._max_len
         spans = spans_of(rows)
         states = state_rows(spans) if self.program.states else None
-        return layout_of(chain.from_iterable(row.tokens for row in rows), previous_tokens(rows), spans, kept, states)
+        tokens = chain.from_iterable(row.tokens for row in rows)
+        layout = layout_of(tokens, previous_tokens(rows), spans, kept, states)
+        if not any(row.adapter for row in rows):
+            return layout
+        return replace(layout, adapters=adapter_rows(adapter_numbers(rows), kept, self._adapters))
+
+    def stage_adapter(self, adapter: Adapter) -> CpuAdapter:
+        return pack_adapter(self.library, self.program, adapter)
+
+    def commit_adapter(self, number: int, staged: CpuAdapter) -> None:
+        self._adapters[number] = staged
+
+    def drop_adapter(self, number: int) -> None:
+        self._adapters.pop(number, None)
 
     @property
     def model(self) -> CpuModel:
@@ -179,7 +196,8 @@ def bound(program: Program, library: Library, ropes: Ropes, lowerings: Lowerings
 
     def native(of: Program, ops: Sequence[Op], given: Mapping[str, int], result: str) -> NativeProgram:
         kernel_ops = lowered(of, ops, weights, given, result, lowerings)
-        return NativeProgram(library, kernel_ops, () if given else ropes)  # only bodies rotate
+        part = "head" if given else "body"
+        return NativeProgram(library, kernel_ops, () if given else ropes, part=part)  # only bodies rotate
 
     full = program.without_windows() if program.has_full_decode else None
     return CpuModel(

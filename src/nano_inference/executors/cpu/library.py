@@ -69,9 +69,20 @@ class TokensStruct(ctypes.Structure):
 
 
 class RowsStruct(ctypes.Structure):
-    """Tokens that are computed together, and the number of splits of their keys."""
+    """Tokens that are computed together, the number of splits of their keys, and the adapter of each."""
 
-    _fields_ = (("tokens", TokensStruct), ("num_splits", c_int64))
+    _fields_ = (("tokens", TokensStruct), ("num_splits", c_int64), ("adapter", c_void_p))
+
+
+class LowRankStruct(ctypes.Structure):
+    """What an adapter has for one matrix; c/adapters.h documents the fields."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("rank", "column", "format")),
+        ("scale", c_float),
+        ("a", c_void_p),
+        ("b", c_void_p),
+    )
 
 
 class StatesStruct(ctypes.Structure):
@@ -97,6 +108,9 @@ class StepStruct(ctypes.Structure):
         ("bytes", c_void_p),
         ("byte_stride", c_int64),
         ("states", StatesStruct),
+        ("adapters", c_void_p),
+        ("low", c_void_p),
+        ("low_stride", c_int64),
         ("failed", c_int),
     )
 
@@ -140,7 +154,7 @@ class SumsStruct(ctypes.Structure):
 
 STRUCTS = (
     *(OpStruct, ProgramStruct, StepStruct, MatrixStruct, RopeStruct, DrawsStruct, TokensStruct, SumsStruct),
-    SpecialStruct,
+    *(SpecialStruct, LowRankStruct),
 )
 """In the order of `nano_sizes`, which returns the size of each in C."""
 
@@ -212,6 +226,8 @@ def _declare(code: ctypes.CDLL) -> None:
         "nano_scan": (c_int, (c_int, c_void_p, c_int64)),
         "nano_int8_row_bytes": (c_int64, (c_int64,)),
         "nano_pack_int8": (None, (c_void_p, c_long, c_long, c_long, c_long, c_void_p)),
+        "nano_low_bytes": (c_int64, (c_int, c_int64, c_int64)),
+        "nano_pack_low": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
         "nano_unpack": (None, (c_int, c_void_p, c_long, c_long, c_long, c_void_p)),
         "nano_split_size": (c_int64, (c_int64,)),
         "nano_plan": (c_int64, (*program, c_int32, c_int64, *arrays, c_int32, c_void_p, c_int32, c_int32, c_void_p)),

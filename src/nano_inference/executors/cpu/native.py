@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cpu import program as ops
+from nano_inference.executors.cpu.adapters import AdapterRows
 from nano_inference.executors.cpu.library import (
     DrawsStruct,
     Library,
@@ -64,6 +65,7 @@ class Layout:
     tables: array[int]
     keep_K: array[int]  # indices of the tokens that `Keep` selects, ascending
     states: StateRows | None = None  # None for programs without recurrent states
+    adapters: AdapterRows | None = None  # None if no row has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,13 @@ class NativeProgram:
         program: Program,
         ropes: Sequence[tuple[Tensor, Tensor]] = (),
         *,
+        part: str = "body",  # of the decoder, for the tables of adapters
         max_split_tokens: int = MAX_SPLIT_TOKENS,
     ) -> None:
         self._library = library
         self._max_split_tokens = max_split_tokens
         self._program = program
+        self._part = part
         self._names = tuple(program.widths)
         self._matrices: list[Matrix] = []
         self._columns: list[int] = []
@@ -147,6 +151,7 @@ class NativeProgram:
             sizes = (slots_ZF.data_ptr(), slots_ZF.size(1), len(rows.begin_S))
             step.states = StatesStruct(*sizes, *map(_address, arrays))
         held = self._plan(layout, cache.block_size)
+        self._adapt(layout.adapters)
         if then is None:
             self._go()
         else:
@@ -155,10 +160,11 @@ class NativeProgram:
             last._reserve(num_kept)
             last._pointers[last._at(then.x)] = self._place(then.given)
             last._step.all.tokens.num_tokens = num_kept
+            last._adapt(layout.adapters and layout.adapters.kept)
             self._go(last)
         del held
 
-    def run_rows(self, inputs: Mapping[str, Tensor]) -> None:
+    def run_rows(self, inputs: Mapping[str, Tensor], adapters: AdapterRows | None = None) -> None:
         """Run a program without attention on given rows: float32 [S, W] for each named buffer."""
         num_rows = next(iter(inputs.values())).size(0)
         self._reserve(num_rows)
@@ -166,6 +172,7 @@ class NativeProgram:
             self._pointers[self._at(name)] = self._place(name)
             self.buffer(name, num_rows).copy_(rows_SW)
         self._step.all.tokens.num_tokens = num_rows
+        self._adapt(adapters)
         self._go()
 
     def buffer(self, name: str, num_rows: int, width: int | None = None) -> Tensor:
@@ -176,6 +183,15 @@ class NativeProgram:
 
     def _place(self, name: str) -> int:
         return self._arena.data_ptr() + 4 * self._starts[name] * self._capacity
+
+    def _adapt(self, adapters: AdapterRows | None) -> None:
+        """Set the adapters of all rows and of the kept ones."""
+        step = self._step
+        step.all.adapter = step.kept.adapter = None
+        if adapters is not None:
+            step.all.adapter, step.kept.adapter = _address(adapters.all_T), _address(adapters.kept_K)
+            step.adapters = _address(adapters.tables[self._part])
+            step.low, step.low_stride = adapters.low_TW.ctypes.data, adapters.low_TW.shape[1]
 
     def _go(self, then: NativeProgram | None = None) -> None:
         more = (None, None) if then is None else (then._struct, then._step)

@@ -181,7 +181,8 @@ class CudaExecutor(Executor):
     def final(self, hidden_SE: Tensor) -> Tensor:
         return self._of_rows(self.memory.parts.final, hidden_SE)
 
-    def logits(self, hidden_SE: Tensor) -> Tensor:
+    def logits(self, hidden_SE: Tensor, adapters: Sequence[int] = ()) -> Tensor:
+        assert not adapters, "rows with adapters need stage_adapter"
         logits_SV = self._of_rows(self.memory.parts.logits, hidden_SE).float()
         cap = self.memory.parts.logits.softcap
         if cap is not None:

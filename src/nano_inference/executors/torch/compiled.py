@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nano_inference.executors.torch import ops as compute
 from nano_inference.executors.torch import states
+from nano_inference.executors.torch.adapters import Group, add_adapters
 from nano_inference.executors.torch.attention import AttentionSpec, StepContext
 from nano_inference.executors.torch.weights import TorchWeights
 from nano_inference.models import ops
@@ -33,6 +34,8 @@ class Step:
     values: list[Tensor | None]
     context: StepContext | None  # None for parts that read neither tokens nor the cache
     kept_K: Tensor | None  # rows selected by `Keep`; None selects all
+    adapters: Sequence[Group]
+    kept_adapters: Sequence[Group]  # those of the rows selected by `Keep`
 
     @property
     def tokens(self) -> StepContext:
@@ -166,10 +169,17 @@ class CompiledPart:
         self._result = scope.read(result)
         self._num_values = len(scope.widths)
 
-    def run(self, given: Sequence[Tensor], context: StepContext | None = None, kept_K: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        given: Sequence[Tensor],
+        context: StepContext | None = None,
+        kept_K: Tensor | None = None,
+        adapters: Sequence[Group] = (),
+        kept_adapters: Sequence[Group] = (),
+    ) -> Tensor:
         """Run all operations on the `given` buffers; return the result, [T, W] or [K, W] after `Keep`."""
         values = [*given, *[None] * (self._num_values - len(given))]
-        step = Step(values, context, kept_K)
+        step = Step(values, context, kept_K, adapters, kept_adapters)
         for run in self._runs:
             run(step)
         return self._result(step)
@@ -202,6 +212,7 @@ def _bound(op: Op, scope: Scope, operations: Operations) -> Run:
 
 
 def _keep(step: Step) -> None:
+    step.adapters = step.kept_adapters
     if step.kept_K is not None:
         kept_K = step.kept_K
         step.values[:] = [None if value is None else value[kept_K] for value in step.values]
@@ -237,9 +248,16 @@ def _linear(op: ops.Linear, scope: Scope) -> Value:
     x, num_in = scope.read(op.x), op.matrices[0].shape[1]
     weight = scope.weights.stacked(op.matrices)[: op.num_rows]
     bias = scope.weights.stacked(op.biases) if op.biases else None
-    if num_in < scope.width(op.x):
-        return Value(lambda step: compute.linear(x(step)[:, :num_in], weight, bias), op.out, op.widths)
-    return Value(lambda step: compute.linear(x(step), weight, bias), op.out, op.widths)
+    is_cut = num_in < scope.width(op.x)
+
+    def run(step: Step) -> Tensor:
+        x_TK = x(step)[:, :num_in] if is_cut else x(step)
+        out_TN = compute.linear(x_TK, weight, bias)
+        if step.adapters:
+            add_adapters(out_TN, x_TK, op, step.adapters)
+        return out_TN
+
+    return Value(run, op.out, op.widths)
 
 
 def _head_norm(op: ops.HeadNorm, scope: Scope) -> Value:

@@ -15,19 +15,21 @@ from torch import Tensor
 
 from nano_inference.config import KvDtype
 from nano_inference.core.step import BlockCopy, RowResult
-from nano_inference.executors.batch import Rows, build
+from nano_inference.executors.batch import Rows, adapter_numbers, build
 from nano_inference.executors.cache import CacheMemory
 from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WHOLE, draw
 from nano_inference.executors.states import StateSlots
 from nano_inference.executors.step import InferenceMode, Sampler, run_step
 from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.adapters import Group, Pairs, groups_of, moved
 from nano_inference.executors.torch.attention import Backend, StepContext
 from nano_inference.executors.torch.compiled import OPERATIONS, CompiledPart, Operations
 from nano_inference.executors.torch.states import plan_states
 from nano_inference.executors.torch.store import KVStore
 from nano_inference.executors.torch.weights import Bound, LiveTorchWeights, TorchWeights
 from nano_inference.executors.vocabulary import Vocabulary
+from nano_inference.loading.adapters import Adapter
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.ops import Copy, Keep, Store
 from nano_inference.models.program import Program
@@ -76,6 +78,7 @@ class TorchExecutor(Executor):
         self._vocabulary = vocabulary
         self._ropes = tuple(RotaryTable(rope, device) for rope in program.ropes)
         self._mode = InferenceMode()
+        self._adapters: dict[int, Pairs] = {}
         bind = partial(bound, program, operations)
         self.weights: LiveTorchWeights[TorchModel] = LiveTorchWeights(program, self.device, dtype, bind)
         self.cache = torch_cache(program, self.device, dtype)
@@ -92,17 +95,20 @@ class TorchExecutor(Executor):
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         step = build(rows, self.store.block_size, self.device)
-        return self._hidden(step, self.store, kept, windows=windows)
+        numbers = adapter_numbers(rows)
+        groups = [self._groups(numbers), self._groups([numbers[place] for place in kept])]
+        return self._hidden(step, self.store, kept, groups, windows=windows)
 
     def step_logits(self, rows: Rows, kept: Sequence[int]) -> Tensor:
-        return self.logits(self.hidden(rows, kept))
+        numbers = adapter_numbers(rows)
+        return self.logits(self.hidden(rows, kept), [numbers[place] for place in kept])
 
     def final(self, hidden_SE: Tensor) -> Tensor:
         return self.model.final.run([hidden_SE])
 
-    def logits(self, hidden_SE: Tensor) -> Tensor:
+    def logits(self, hidden_SE: Tensor, adapters: Sequence[int] = ()) -> Tensor:
         """Return float32 logits [S, V]; in main memory for Apple's GPUs, which lack float64."""
-        logits_SV = self.model.logits.run([hidden_SE])
+        logits_SV = self.model.logits.run([hidden_SE], adapters=self._groups(adapters))
         return logits_SV.cpu() if self.device.type == "mps" else logits_SV
 
     def forward(
@@ -113,7 +119,27 @@ class TorchExecutor(Executor):
         kept = range(len(inputs.token_T)) if kept is None else kept
         return self._mode.run(lambda: self.logits(self._hidden(inputs, cache, kept, windows=windows)))
 
-    def _hidden(self, step: ForwardInput, store: KVStore, kept: Sequence[int], *, windows: bool = True) -> Tensor:
+    def stage_adapter(self, adapter: Adapter) -> Pairs:
+        return moved(adapter, self.device, self.dtype)
+
+    def commit_adapter(self, number: int, staged: Pairs) -> None:
+        self._adapters[number] = staged
+
+    def drop_adapter(self, number: int) -> None:
+        self._adapters.pop(number, None)
+
+    def _groups(self, numbers: Sequence[int]) -> list[Group]:
+        return groups_of(numbers, self._adapters, self.device)
+
+    def _hidden(
+        self,
+        step: ForwardInput,
+        store: KVStore,
+        kept: Sequence[int],
+        groups: Sequence[Sequence[Group]] = ((), ()),
+        *,
+        windows: bool = True,
+    ) -> Tensor:
         longest = max(span.end for span in step.spans)
         sizes = self.program.windows  # one that no row exceeds counts as None
         effective = {size: size if windows and size is not None and size < longest else None for size in sizes}
@@ -128,7 +154,7 @@ class TorchExecutor(Executor):
         )
         are_all = len(kept) == len(step.token_T)
         kept_K = None if are_all else torch.tensor(kept, dtype=torch.long, device=self.device)
-        return self.model.body.run([], context, kept_K)
+        return self.model.body.run([], context, kept_K, *groups)
 
     @property
     def model(self) -> TorchModel:

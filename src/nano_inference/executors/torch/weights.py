@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nano_inference.executors.devices import release_unused
 from nano_inference.executors.live_weights import LiveWeights
-from nano_inference.executors.staging import NotFinite, Pace, dtype_name, is_finite, pieces_of, rows_of
+from nano_inference.executors.staging import NotFinite, Pace, dtype_name, pieces_of, rows_of
+from nano_inference.loading.pieces import is_finite
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import Linear, WeightSpec
 from nano_inference.models.program import Program

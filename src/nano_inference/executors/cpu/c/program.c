@@ -1,4 +1,5 @@
 /* Runs a list of operations on numbered buffers with all threads: one call per step. */
+#include "adapters.h"
 #include "attention.h"
 #include "delta.h"
 #include "gemm.h"
@@ -53,6 +54,7 @@ typedef struct {
 typedef struct {
     Tokens tokens;
     int64_t num_splits;                  /* above 0: each split of a row's keys is a separate piece of work */
+    const int32_t *adapter;              /* [T]: index of the row's adapter in the step; -1: none. NULL: no row has one */
 } Rows;
 
 typedef struct {
@@ -67,6 +69,9 @@ typedef struct {
     uint8_t *bytes;                      /* [T, byte_stride]: rows rounded to eight bits, after their scales (int8.h) */
     int64_t byte_stride;
     States states;
+    const LowRank *const *adapters;      /* of each adapter of the step, what it has for the program's matrices */
+    float *low;                          /* [T, low_stride]: x A^T of the current matrices */
+    int64_t low_stride;
     _Atomic int failed;                  /* 1: out of memory */
 } Step;
 
@@ -250,7 +255,54 @@ typedef struct {
     long ldo;
     const float *bias;
     int add;
+    const int32_t *adapter;              /* of each row; NULL: no row has one */
+    long first_matrix;                   /* index in the program */
 } Product;
+
+/* Number of rows from `first` on, at most `most`, that have the same adapter. */
+INLINE long rows_of_adapter(const int32_t *adapter, long first, long most) {
+    long n = 1;
+    while (n < most && adapter[first + n] == adapter[first]) n++;
+    return n;
+}
+
+/* What the adapter of a row has for a matrix of a product; NULL if nothing. */
+INLINE const LowRank *low_rank_of(const Product *p, const Step *s, long row, long matrix) {
+    if (p->adapter[row] < 0) return NULL;
+    const LowRank *found = &s->adapters[p->adapter[row]][p->first_matrix + matrix];
+    return found->rank ? found : NULL;
+}
+
+/* Compute x A^T for all matrices of a product. */
+static void shrink_all(Worker *w, const Product *p, const Step *s) {
+    const long blocks = (p->num_rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE, num = blocks * p->num_matrices;
+    begin_job(w);
+    FOR_PIECES(w, piece, num) {
+        const long begin = piece / p->num_matrices * ROWS_A_PIECE, left = p->num_rows - begin;
+        const long end = begin + (left < ROWS_A_PIECE ? left : ROWS_A_PIECE);
+        for (long r = begin, n; r < end; r += n) {
+            n = rows_of_adapter(p->adapter, r, end - r);
+            const LowRank *l = low_rank_of(p, s, r, piece % p->num_matrices);
+            if (l) shrink(l, p->x + r * p->ldx, p->ldx, n, p->matrices[0].num_in, s->low + r * s->low_stride,
+                          s->low_stride);
+        }
+    }
+    finish_job(w, num);
+}
+
+/* Add (x A^T) B^T to the tile of a piece's rows. `more` is scratch memory like `tile`. */
+static void add_adapters(const Product *p, const Step *s, const Matrix *m, long panel, Lanes part, long first,
+                         long rows, float *tile, float *wide, float *more) {
+    for (long r = 0, n; r < rows; r += n) {
+        n = rows_of_adapter(p->adapter, first + r, rows - r);
+        const LowRank *l = low_rank_of(p, s, first + r, m - p->matrices);
+        if (!l) continue;
+        panel_product(l->format, l->b + panel * panel_bytes(l->format, l->rank), part,
+                      s->low + (first + r) * s->low_stride + l->column, s->low_stride, n, l->rank, more, wide);
+        for (long i = 0; i < n; i++)
+            for (long j = part.from; j < part.to; j++) tile[(r + i) * PANEL + j] += more[i * PANEL + j];
+    }
+}
 
 static void write_tile(const Product *p, const Matrix *m, long panel, Lanes part, long first, long num_rows,
                        const float *tile) {
@@ -273,14 +325,15 @@ static long rows_of_piece(long num_rows, long num_in) {
     return rows < num_rows ? rows : num_rows > 0 ? num_rows : 1;
 }
 
-/* Multiply a part of one panel, of any format, with a piece's rows. `tile` and `wide` are scratch memory. */
+/* Multiply a part of one panel, of any format, with a piece's rows. The last arguments are scratch memory. */
 static void product_piece(const Product *p, const Step *s, const Matrix *m, long panel, Lanes part, long first,
-                          long rows, float *tile, float *wide) {
+                          long rows, float *tile, float *wide, float *more) {
     if (m->rounds)
         rounded_panel(m, panel, part, s->bytes + first * s->byte_stride, s->byte_stride, rows, tile);
     else
         panel_product(m->format, m->data + panel * panel_bytes(m->format, m->num_in), part, p->x + first * p->ldx,
                       p->ldx, rows, m->num_in, tile, wide);
+    if (p->adapter) add_adapters(p, s, m, panel, part, first, rows, tile, wide, more);
     write_tile(p, m, panel, part, first, rows, tile);
 }
 
@@ -327,8 +380,9 @@ static void multiply(Worker *w, const Product *p, Step *step) {
     int rounds = 0;
     for (int i = 0; i < p->num_matrices; i++) rounds |= p->matrices[i].rounds;
     if (rounds) quantise(w, p, step);
+    if (p->adapter) shrink_all(w, p, step);
     begin_job(w);
-    float *tile = scratch_of(w, 4 * (size_t)(rows * PANEL + DEPTH * PANEL));
+    float *tile = scratch_of(w, 4 * (size_t)((p->adapter ? 2 : 1) * rows * PANEL + DEPTH * PANEL));
     const long runs = runs_of_panels(w->pool, p->num_rows, panels), fewest_rows = p->num_rows - (num_blocks - 1) * rows;
     const long parts = parts_of_panel(w->pool, p, fewest_rows, num_blocks * runs);
     FOR_PIECES(w, piece, num_blocks * runs * parts) {
@@ -342,7 +396,8 @@ static void multiply(Worker *w, const Product *p, Step *step) {
             const Matrix *m = p->matrices;
             long panel = at;
             while (panel >= num_panels(m->num_out)) panel -= num_panels(m++->num_out);
-            product_piece(p, step, m, panel, part, first, left < rows ? left : rows, tile, tile + rows * PANEL);
+            float *wide = tile + rows * PANEL;
+            product_piece(p, step, m, panel, part, first, left < rows ? left : rows, tile, wide, wide + DEPTH * PANEL);
         }
     }
     finish_job(w, num_blocks * runs * parts);
@@ -436,7 +491,8 @@ static void run_op(Worker *w, const Run *r, const Op *op) {
         const Product product = {.matrices = p->matrices + op->matrix, .num_matrices = op->num_matrices,
                                  .x = s->buffers[op->in], .ldx = p->strides[op->in], .num_rows = num_tokens,
                                  .out = s->buffers[op->out], .ldo = p->strides[op->out], .bias = op->weight,
-                                 .add = op->flags & ADD};
+                                 .add = op->flags & ADD, .adapter = r->rows->adapter,
+                                 .first_matrix = op->matrix};
         multiply(w, &product, s);
     } else if (op->kind == ATTEND) {
         attend(w, r, op);
@@ -473,10 +529,11 @@ static void run_body(Worker *w, void *argument) {
 int nano_run(Pool *pool, const Program *program, Step *step, const Program *then, Step *then_step) {
     Parts parts = {{{program, step}, {then, then_step}}, then ? 2 : 1};
     const int64_t num_ops = program->num_ops + (then ? then->num_ops : 0);
-    if (2 * num_ops > MAX_JOBS) return -1;
+    const int jobs = step->all.adapter ? 3 : 2;          /* of an operation, at most */
+    if (jobs * num_ops > MAX_JOBS) return -1;
     step->failed = 0;
     if (then) then_step->failed = 0;
-    pool_run(pool, 2 * (int)num_ops, run_body, &parts);
+    pool_run(pool, jobs * (int)num_ops, run_body, &parts);
     return step->failed || (then && then_step->failed) ? -1 : 0;
 }
 
@@ -641,6 +698,7 @@ int64_t nano_sizes(int which) {          /* checked against the ctypes structure
     case 6: return sizeof(Tokens);
     case 7: return sizeof(Sums);
     case 8: return sizeof(Special);
+    case 9: return sizeof(LowRank);
     default: return -1;
     }
 }
