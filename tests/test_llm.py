@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from nano_inference import LLM, BadRequest, InferenceEngine, SamplingParams
+from nano_inference import LLM, BadRequest, InferenceEngine, LoRARequest, SamplingParams
 from tests.sim.fakes import fake_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -95,3 +97,23 @@ def test_an_engine_without_a_tokenizer_names_it() -> None:
         engine.generate([[5]], GREEDY, with_text=True)
     with pytest.raises(BadRequest, match="chat template"):
         engine.chat(QUESTION)
+
+
+@pytest.mark.model
+def test_lora_request_loads_an_adapter_once(llm: LLM, tmp_path: Path) -> None:
+    shapes = llm.llm_engine.weight_shapes()
+    name = next(name for name in shapes if name.endswith("layers.0.mlp.down_proj.weight"))
+    num_out, num_in = shapes[name]
+    begin = f"base_model.model.{name.removesuffix('.weight')}"
+    tensors = {f"{begin}.lora_A.weight": torch.ones(1, num_in), f"{begin}.lora_B.weight": torch.ones(num_out, 1)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    request = LoRARequest("policy", 1, str(tmp_path))
+    plain, *adapted = [
+        llm.generate("One, two, three,", GREEDY, use_tqdm=False, lora_request=one)[0].outputs[0].token_ids
+        for one in (None, request, request)
+    ]
+    assert plain != adapted[0] == adapted[1]
+    assert [(one.name, one.version) for one in llm.llm_engine.adapters()] == [("policy", 1)]
+    with pytest.raises(BadRequest, match="adapter"):
+        llm.chat(QUESTION, GREEDY, use_tqdm=False, lora_request=LoRARequest("other", 2, str(tmp_path / "none")))

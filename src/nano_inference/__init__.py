@@ -31,6 +31,7 @@ _HOMES = {
     "KVCacheManager": "compat",
     "KVStore": "executors.torch.store",
     "LLM": "llm",
+    "LoRARequest": "llm",
     "LocalFleet": "rl.pool.local",
     "ModelError": "types",
     "PagedKVCache": "compat",

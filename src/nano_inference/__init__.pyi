@@ -27,6 +27,7 @@ from nano_inference.executors.torch.attention import (
 )
 from nano_inference.executors.torch.store import KVStore as KVStore
 from nano_inference.llm import LLM as LLM
+from nano_inference.llm import LoRARequest as LoRARequest
 from nano_inference.rl.pool.local import LocalFleet as LocalFleet
 from nano_inference.rl.pool.pool import RolloutPool as RolloutPool
 from nano_inference.rl.pool.ray_workers import RayFleet as RayFleet

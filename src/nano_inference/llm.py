@@ -21,6 +21,15 @@ Params = SamplingParams | Sequence[SamplingParams]
 
 
 @dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter, loaded from `lora_path` unless it is already; its name identifies it, `lora_int_id` has no effect."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """A token's log-probability at one position."""
 
@@ -67,17 +76,23 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        enable_lora: bool = False,
+        max_loras: int | None = None,
+        max_lora_rank: int | None = None,
         enforce_eager: bool = False,
     ) -> None:
         """Load a model: a directory, a GGUF file, a hub id or a known name. `EngineConfig` documents the options.
 
-        `enforce_eager` has no effect: CUDA graphs change no result. Raises `ModelError` and `ValueError`.
+        `enforce_eager` has no effect: CUDA graphs change no result; nor `enable_lora`: adapters always work. Raises
+        `ModelError` and `ValueError`.
         """
         fixed = {"model_path": str(model), "dtype": dtype, "seed": seed, "tensor_parallel": tensor_parallel_size}
         sizes = {
             "max_model_len": max_model_len,
             "max_batch_size": max_num_seqs,
             "max_tokens_per_batch": max_num_batched_tokens,
+            "max_adapters": max_loras,
+            "max_adapter_rank": max_lora_rank,
         }
         given = {name: value for name, value in sizes.items() if value is not None}
         self.llm_engine = InferenceEngine(EngineConfig.from_dict({**fixed, **given}))
@@ -91,6 +106,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         *,
         n: int = 1,
     ) -> list[RequestOutput]:
@@ -100,13 +116,14 @@ class LLM:
         texts = [one.get("prompt") if isinstance(one, Mapping) else one for one in given]
         encode = self.get_tokenizer().encode
         ids = [encode(text) if isinstance(text, str) else _ids(one) for text, one in zip(texts, given, strict=True)]
-        return self._run(ids, texts, sampling_params or SamplingParams(), n, use_tqdm)
+        return self._run(ids, texts, sampling_params or SamplingParams(), n, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         *,
         n: int = 1,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -116,15 +133,26 @@ class LLM:
         dialogue = require(engine.parts.load_dialogue())
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         ids = [dialogue.encode(one, Rendering(tools=tools)) for one in conversations]
-        return self._run(ids, ids, sampling_params or chat_params(engine.parts, engine.config), n, use_tqdm, dialogue)
+        params = sampling_params or chat_params(engine.parts, engine.config)
+        return self._run(ids, ids, params, n, use_tqdm, lora_request, dialogue)
 
     def _run(
-        self, ids: list[Any], texts: list[Any], params: Params, n: int, is_shown: bool, dialogue: Dialogue | None = None
+        self,
+        ids: list[Any],
+        texts: list[Any],
+        params: Params,
+        n: int,
+        is_shown: bool,
+        lora: LoRARequest | None,
+        dialogue: Dialogue | None = None,
     ) -> list[RequestOutput]:
         """Generate with a progress bar of samples; `dialogue` is that of chats."""
         from rich.console import Console  # not needed by users of the engine
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+        loaded = {(one.name, one.source) for one in self.llm_engine.adapters()}
+        if lora is not None and (lora.lora_name, lora.lora_path) not in loaded:
+            self.llm_engine.load_adapter(lora.lora_name, lora.lora_path)
         columns = (TextColumn("Processed prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), disable=not is_shown) as bar:
             task = bar.add_task("", total=len(ids) * n)
@@ -133,6 +161,7 @@ class LLM:
                 params,
                 n,
                 program=dialogue.tool if dialogue is not None else None,
+                adapter=None if lora is None else lora.lora_name,
                 progress=lambda result: bar.advance(task, len(result.samples)),
             )
         outputs = []
