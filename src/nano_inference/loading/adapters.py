@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = (
 """Fields that say which tensors there are, or how they are trained. Any other field must be empty or false."""
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the matrices of the model as they are."""
-_MAX_SECONDS = 2.0  # for the configuration's patterns
+MAX_SECONDS = 2.0  # for the configuration's patterns
 _LINE = 64
 
 
@@ -140,7 +140,7 @@ def _scales(config: Mapping[str, Any], max_rank: int) -> Callable[[str, int], fl
         check_int("rank_pattern", one, 1, max_rank)
     for one in alphas.values():
         check_number("alpha_pattern", one, -1e6, 1e6)
-    deadline = time.monotonic() + _MAX_SECONDS
+    deadline = time.monotonic() + MAX_SECONDS
 
     def scale_of(module: str, num_ranks: int) -> float:
         wanted = _of_pattern("rank_pattern", ranks, module, rank, deadline)
@@ -169,7 +169,7 @@ def _of_pattern(name: str, patterns: Mapping[regex.Pattern[str], Any], module: s
             if pattern.fullmatch(module, timeout=max(1e-3, deadline - time.monotonic())):
                 return value
     except TimeoutError:
-        raise BadRequest(name, f"takes more than {_MAX_SECONDS:g} seconds to match") from None
+        raise BadRequest(name, f"takes more than {MAX_SECONDS:g} seconds to match") from None
     return other
 
 
