@@ -17,7 +17,10 @@ from nano_inference import InferenceEngine
 from tests.docs.pages import PAGES, Block, blocks_of, name_of, spans_in
 from tests.docs.shell import SHOWN_URL, Place, command_of, commands_of, execute, execute_block, is_default
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
+]
 SHELL = ("bash", "console")
 SHOWN_PORT = "29511"
 """The port at which the pages let trainer and server meet."""
