@@ -21,6 +21,8 @@ from nano_inference.core.step import BlockCopy, RowResult
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.protocol import Cache, CacheSize, Executor
 from nano_inference.executors.step_input import ForwardInput
+from nano_inference.loading.adapters import Adapter
+from nano_inference.parallel.adapters import StagedAdapter, adapter_part, announced, send_part
 from nano_inference.parallel.leader import Leader
 from nano_inference.parallel.rows import SentRows
 from nano_inference.parallel.staged import ShardedWeights, Whole
@@ -79,6 +81,27 @@ class ShardedExecutor(Executor):
         """Return the most bytes that any rank's largest step needs."""
         own = self._own.step_bytes
         return int(self._leader.gather("step_bytes", self._number, block_size, lambda: own(block_size)).max())
+
+    def stage_adapter(self, adapter: Adapter) -> StagedAdapter:
+        return StagedAdapter(adapter, self._own.stage_adapter(adapter_part(adapter, self._whole.shards[0])))
+
+    def commit_adapter(self, number: int, staged: StagedAdapter) -> None:
+        """Send each rank its part, and commit on all ranks, or on none if one fails."""
+
+        def commit() -> None:
+            for rank, part in enumerate(self._whole.shards[1:], 1):
+                send_part(adapter_part(staged.whole, part), self._leader.links.commands, rank)
+            self._own.commit_adapter(number, staged.own)
+
+        try:
+            self._leader.ask("commit_adapter", self._number, [(number, announced(staged.whole))], commit)
+        except RuntimeError:  # another rank's
+            if self.failure is None:
+                self.drop_adapter(number)
+            raise
+
+    def drop_adapter(self, number: int) -> None:
+        self._leader.ask("drop_adapter", self._number, [number], lambda: self._own.drop_adapter(number))
 
     def copy(self) -> ShardedExecutor:
         number = next(self._numbers)

@@ -16,6 +16,7 @@ from nano_inference.executors.staging import NotFinite
 from nano_inference.loading.sources import WeightSource
 from nano_inference.models.ops import WeightSpec
 from nano_inference.models.program import Program
+from nano_inference.parallel.adapters import receive_part
 from nano_inference.parallel.links import Announced, Group, Links
 from nano_inference.parallel.rows import Sent, SentRows
 from nano_inference.parallel.shard import Shard, shard
@@ -117,6 +118,11 @@ class Follower:
             case "values":
                 ((_, tensor),) = executor.weights.values((argument,))
                 commands.send(tensor.cpu(), 0)
+            case "commit_adapter":
+                key, about = argument
+                executor.commit_adapter(key, executor.stage_adapter(receive_part(about, self._specs, commands)))
+            case "drop_adapter":
+                executor.drop_adapter(argument)
             case "copy":
                 self._models[argument] = _Model(executor.copy())
             case "forget":
