@@ -12,7 +12,7 @@ from nano_inference.executors.protocol import Executor
 from nano_inference.loading.adapters import adapter_from, read_adapter
 from nano_inference.support.files import path_of
 from nano_inference.types import AdapterInfo, WeightLabel
-from nano_inference.weights.staging import pairs
+from nano_inference.weights.staging import plain_pairs
 from nano_inference.weights.updates import AdapterLoad
 
 
@@ -32,7 +32,7 @@ def stage_adapter(load: AdapterLoad, executor: Executor, max_rank: int) -> Stage
     if isinstance(source, str | Path):
         adapter = read_adapter(path_of(source, "source"), program, names, max_rank=max_rank)
     else:
-        adapter = adapter_from(load.config or {}, pairs(source), program, names, max_rank=max_rank)
+        adapter = adapter_from(load.config or {}, plain_pairs(source), program, names, max_rank=max_rank)
     packed = executor.stage_adapter(adapter)
     return StagedAdapter(load=load, rank=adapter.rank, num_bytes=adapter.num_bytes, packed=packed)
 

@@ -118,6 +118,12 @@ def pairs(named: NamedWeights) -> Generator[tuple[object, object]]:
             items.close()  # not left to garbage collection: a process group then receives the remaining broadcasts
 
 
+def plain_pairs(named: NamedWeights) -> Generator[tuple[str, Tensor]]:
+    """Yield the pairs of an update that are dense tensors. Raises `WeightError` for others, as `pairs` does."""
+    for name, value in pairs(named):
+        yield checked_name(name), plain_tensor(str(name), value)
+
+
 def check_source(named: object) -> None:
     """Raise `WeightError` unless this can be an update: a state dict, a collection of pairs, or an iterator."""
     if isinstance(named, str | bytes | Tensor | torch.nn.Module) or not isinstance(named, Iterable):
