@@ -165,21 +165,6 @@ class Executor(Protocol):
     def recover(self) -> None:
         """Undo what an interrupted `run` left in this thread. Can be interrupted and called again."""
 
-    def stage_adapter(self, adapter: Adapter) -> Any:
-        """Return an adapter packed for `commit_adapter`, beside those in use. Thread-safe.
-
-        Raises `BadRequest` if the executor has no adapters.
-        """
-        raise BadRequest("adapter", f"the {self.code} executor has no adapters")
-
-    def commit_adapter(self, number: int, staged: Any) -> None:
-        """Let rows use a staged adapter under a number (`Row.adapter`). Call between two steps."""
-        raise AssertionError("stage_adapter has refused it")
-
-    def drop_adapter(self, number: int) -> None:
-        """Free an adapter's memory: no later row uses the number. Call between two steps."""
-        raise AssertionError("stage_adapter has refused it")
-
     def step_bytes(self, block_size: int) -> int:
         """Return the bytes that the largest step needs beside weights and cache, measured before there is a cache.
 
