@@ -440,6 +440,7 @@ class InferenceEngine:
 
     def _drain(self) -> None:
         """Run started requests to their end and start no others, also while paused."""
+        self._mail.end_streams()
         while self._core.started_requests():
             self._require_awake_for_drain()
             self._step(admit_new=False, is_read=self._mail.is_claimed)

@@ -232,6 +232,14 @@ def test_a_stream_that_ends_inside_a_step_is_aborted(how: str) -> None:
     assert engine.parts.runner.num_computed - before < 60
 
 
+def test_a_dropped_stream_is_not_drained() -> None:
+    engine = fake_engine()
+    next(engine.stream(PROMPT, replace(PARAMS, max_tokens=300)))
+    before = engine.parts.runner.num_computed
+    engine.pause("wait")
+    assert is_idle(engine) and engine.parts.runner.num_computed == before
+
+
 def test_refused_next_leaves_the_stream_unchanged() -> None:
     engine = fake_engine()
     params = replace(PARAMS, max_tokens=40)

@@ -63,7 +63,7 @@ class Driving:
     def _take(self) -> None:
         """Take the lock, after SIGINT waits: a lock taken by a call that an interrupt ended would stay locked."""
         handler = signal.getsignal(signal.SIGINT)
-        # A stream that is garbage collected right here calls this again: it must not take ours for SIGINT's own.
+        # A handler of another signal that runs right here may call this again: it must not take ours for SIGINT's own.
         if self._handler is None and callable(handler) and threading.current_thread() is threading.main_thread():
             self._handler = handler
             signal.signal(signal.SIGINT, self._on_sigint)

@@ -162,12 +162,11 @@ class Mailboxes:
 
 
 class DeltaStream(Iterator[Delta]):
-    """Owns a claimed request, which ends when the stream is closed, exhausted, dropped, or fails in `next`.
+    """Owns a claimed request, which ends when the stream is closed, exhausted, or fails in `next`.
 
-    A `next` that raises `EngineBusy` changes nothing.
+    A dropped stream's request ends at the next step boundary, by a weak reference: Python would ignore a Ctrl-C that
+    arrives in a `__del__`. A `next` that raises `EngineBusy` changes nothing.
     """
-
-    _is_closed = True  # of a stream whose constructor was interrupted
 
     def __init__(self, take: Callable[[], Delta | None], end: Callable[[], None]) -> None:
         """`take` runs steps and returns the next delta, or None at the end; `end` ends the request."""
@@ -194,6 +193,3 @@ class DeltaStream(Iterator[Delta]):
         if not self._is_closed:
             self._end()
             self._is_closed = True
-
-    def __del__(self) -> None:
-        self.close()
