@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from nano_inference import SamplingParams, TrainingSample
@@ -146,6 +146,13 @@ def random_allowed(rng: random.Random, size: int, stops: frozenset[int]) -> froz
     if rng.random() < 0.8:
         return None
     return stops | {rng.randrange(size) for _ in range(rng.choice([8, 8, 40]))} | {0, 1, 2, 3}
+
+
+def without_host(ask: PlannedRequest) -> PlannedRequest:
+    """Return a request whose next tokens need no host, so that its windows overlap."""
+    plain = {"min_tokens": 0, "sampling_mask": False, "repetition_penalty": 1.0}
+    params = replace(ask.params, presence_penalty=0.0, frequency_penalty=0.0, **plain)
+    return replace(ask, params=params, tool=None)
 
 
 def random_ask(rng: random.Random, bounds: Bounds, base: tuple[int, ...]) -> PlannedRequest:

@@ -102,6 +102,7 @@ class Judge:
                     self._check_sample(last, "stream")
         self._check_replays()
         self.verdict.counts["preemptions"] += sum(sample.num_preemptions for sample in world.samples)
+        self.verdict.counts["windows ahead"] += world.engine.overlaps.get("ahead", 0)
         self.verdict.counts["drafts"] += world.recorder.num_drafts if world.recorder is not None else 0
         return self.verdict
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 import transformers
 
-from differential.asks import Bounds, PlannedRequest, random_ask
+from differential.asks import Bounds, PlannedRequest, random_ask, without_host
 from differential.models import Checkpoint, make_checkpoint
 from differential.recorder import Recorder
 from nano_inference import EngineConfig, InferenceEngine, TrainingSample
@@ -111,6 +111,7 @@ def make_world(
     `wrap` may put something before the runner, to see that an error there is found.
     """
     rng = random.Random(f"{seed} {family} {path}")
+    has_windows = path == "cuda" and random.Random(f"windows {seed}").random() < 0.7
     checkpoint = make_checkpoint(family, rng, directory)
     block_size = rng.choice([1, 2, 4, 8, 16])
     num_tokens = rng.choice([60, 110, 110, 150, 200, 800])
@@ -124,7 +125,7 @@ def make_world(
         max_model_len=rng.choice([100, 180, 256]),
         max_batch_size=rng.choice([1, 4, 8, 16]),
         max_tokens_per_batch=rng.choice([4, 16, 64, 512]),
-        speculation=rng.choice(["off", "ngram"]),
+        speculation=rng.choice(["off", "off" if has_windows else "ngram"]),
         max_draft_tokens=rng.choice([1, 3, 5]),
         lookahead=random.Random(f"lookahead {seed} {family} {path}").choice([1, 2, 5, 16]),
         logprobs_mode=rng.choice(get_args(LogprobsMode)),
@@ -149,6 +150,8 @@ def make_world(
     bounds = Bounds(vocab_size=checkpoint.vocab_size, room=min(num_slots, parts.max_model_len))
     base = tuple(rng.randrange(checkpoint.vocab_size) for _ in range(60))
     arrivals = [random_ask(rng, bounds, base) for _ in range(rng.randrange(3, 16))]
+    if has_windows:
+        arrivals = [without_host(ask) for ask in arrivals]
     parts_of_world = {"path": path, "rng": rng, "checkpoint": checkpoint, "config": config, "engine": engine}
     return World(**parts_of_world, recorder=recorder, models={0: checkpoint.model}, arrivals=arrivals)
 
