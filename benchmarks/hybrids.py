@@ -1,21 +1,26 @@
-"""Measure the gated delta rule on the CPU kernels: what it costs, and Qwen3.5 beside Transformers.
+"""Measure the gated delta rule on the CPU kernels: what it costs, and Qwen3.5 beside Transformers and llama.cpp.
 
     python benchmarks/hybrids.py [--shape 0.8B] [--layers 8] [--rounds 9] [--threads 2] [--alone]
 
 Random weights and ids, in the shape of a Qwen3.5 with fewer layers and as many ids fewer. First one step of the program
 beside the same with the rule replaced by a copy of the values: a token of 1 and of 16 sequences, and a prompt of 256
 tokens. Sequences of decode steps have states of their own, in turn; the state of one is 1 MiB (0.8B) or 2 MiB (4B) a
-layer. Then, unless --alone, the same in Transformers, float32 both. Medians in ms, of CPU time with one thread; the
+layer. Then, unless --alone, the same in Transformers and, if `xllamacpp` is installed, in llama.cpp's server, all in
+float32; there a decode step is 1/32 of what 33 tokens cost more than one. Medians in ms, of CPU time with one thread; the
 contenders take turns.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from harness import alternate, options, print_row, processor
@@ -40,6 +45,7 @@ SHAPES = {  # hidden size, inner size, heads, kv heads, value heads, layers of t
 }
 VOCABULARY, PROMPT, STATES, BLOCK = 248_320, 256, 32, 16
 Steps = dict[str, Callable[[], object]]
+"""What is measured; a step that returns a number has measured itself, in ms."""
 
 
 def config_of(shape: str, num_layers: int) -> ModelConfig:
@@ -124,8 +130,8 @@ def measured(contenders: dict[str, Steps], rounds: int, clock: Callable[[], floa
         def timed(work: Callable[[], object], repeats: int = repeats) -> Callable[[int], float]:
             def measure(_: int) -> float:
                 start = clock()
-                work()
-                return (clock() - start) * 1e3 / repeats
+                found = work()
+                return found if isinstance(found, float) else (clock() - start) * 1e3 / repeats
 
             return measure
 
@@ -173,12 +179,82 @@ def of_transformers(config: ModelConfig, ids: list[int]) -> tuple[dict[str, torc
     return dict(model.state_dict()), {name: guarded(work) for name, work in steps.items()}
 
 
+def write_gguf(path: Path, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+    """Write a float32 file for llama.cpp; its value heads are in another order if there are more than key heads."""
+    import gguf
+
+    assert isinstance(config.terms, DeltaTerms)
+    writer = gguf.GGUFWriter(path, "qwen35")
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_dimension_count(config.ropes[0].rotary_dim)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    writer.add_rope_freq_base(config.ropes[0].theta)
+    writer.add_full_attention_interval(4)
+    writer.add_ssm_conv_kernel(config.terms.taps)
+    writer.add_ssm_state_size(config.terms.k_dim)
+    writer.add_ssm_group_count(config.terms.num_k_heads)
+    writer.add_ssm_time_step_rank(config.terms.num_v_heads)
+    writer.add_ssm_inner_size(config.terms.num_v_heads * config.terms.v_dim)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"t{token}" for token in range(config.vocab_size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    writer.add_token_merges(["t 1"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, config.num_layers)
+    for name, value in weights.items():
+        value = -value.exp() if name.endswith("A_log") else value
+        value = value + 1 if name.endswith("norm.weight") and "linear_attn" not in name else value
+        own = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        if name != "lm_head.weight":  # tied
+            writer.add_tensor(own, value.float().squeeze().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def of_llama_cpp(path: Path, ids: list[int], num_threads: int, clock: Callable[[], float]) -> Steps:
+    """Return the steps in llama.cpp's server, in this process; they measure themselves."""
+    import xllamacpp
+
+    given = xllamacpp.CommonParams()
+    given.model.path, given.n_parallel, given.n_ctx = str(path), 16, 16 * 512
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = num_threads
+    given.cache_type_k = given.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    given.cache_ram_mib, given.n_gpu_layers = 0, 0
+    server, pool = xllamacpp.Server(given), ThreadPoolExecutor(16)
+
+    def request(prompt: list[int], count: int) -> None:
+        body = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+        found = server.handle_completions(body)
+        assert found["timings"]["predicted_n"] == count and found["timings"]["prompt_n"] == len(prompt), found
+
+    def timed(num_rows: int, count: int) -> float:
+        start = clock()
+        list(pool.map(request, [ids[: PROMPT // num_rows]] * num_rows, [count] * num_rows))
+        return (clock() - start) * 1e3
+
+    return {
+        "1 row": lambda: (timed(1, 33) - timed(1, 1)) / 32,
+        "16 rows": lambda: (timed(16, 33) - timed(16, 1)) / 32,
+        "prompt": lambda: timed(1, 1),
+    }
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.8B")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--alone", action="store_true", help="without Transformers")
+    parser.add_argument("--alone", action="store_true", help="without Transformers and llama.cpp")
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(given.threads or torch.get_num_threads())
@@ -197,8 +273,14 @@ def main() -> None:
     del ours, copies, weights
     if not given.alone:
         float_weights, theirs = of_transformers(config, ids)
-        print("float32")
-        measured({"ours": steps_of(opened(config, of, library, float_weights), ids), "Transformers": theirs}, 3, clock)
+        contenders = {"ours": steps_of(opened(config, of, library, float_weights), ids), "Transformers": theirs}
+        with tempfile.TemporaryDirectory() as directory:
+            if find_spec("xllamacpp") is not None:
+                path = Path(directory, "model.gguf")
+                write_gguf(path, config, float_weights)
+                contenders["llama.cpp"] = of_llama_cpp(path, ids, library.num_threads, clock)
+            print("float32")
+            measured(contenders, 3, clock)
 
 
 if __name__ == "__main__":
