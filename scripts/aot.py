@@ -93,6 +93,7 @@ def compiled(one: Configuration) -> Result:
         "num_warps": one.variant.num_warps,
         "num_stages": one.variant.num_stages,
         "enable_fp_fusion": one.variant.fuses,
+        "maxnreg": one.variant.max_registers,
         "launch_pdl": True,
     }
     try:
@@ -122,11 +123,13 @@ def order_of(ttgir: str) -> str:
     layouts = dict(re.findall(r"^(#\w+) = #ttg\.(.*)$", ttgir, re.M))
     found = set()
     for kind, onto, size, layout in re.findall(
-        r"(tt\.dot|warp_group_dot) %\S+ %\S+ (%\w+).*? : [^<]*<\d+x(\d+)x.*-> tensor<[^#]*(#\w+)>", ttgir
+        r"(tt\.dot|warp_group_dot) %\S+ %\S+ (%\w+).*? : [^<]*<(?:\d+x)*?(\d+)x[bf].*-> tensor<[^#]*(#\w+)>", ttgir
     ):
-        instruction = re.sub(r"warpsPerCTA = \[.*?\], |, order.*|sizePerThread.*", "", layouts[layout])
+        instruction = re.sub(
+            r"warpsPerCTA = \[.*?\], |(?<=instrShape = \[)1, |, order.*|sizePerThread.*", "", layouts[layout]
+        )
         found.add(f"{kind} {instruction} of {size} onto {'zeros' if 'cst' in onto else 'a sum'}")
-    for size, layout in re.findall(r"\}\) : \(tensor<(?:\d+x)?(\d+)xf32, (#\w+)>\) -> ", ttgir):
+    for size, layout in re.findall(r"addf [^}]*\}\) : \(tensor<(?:\d+x)*?(\d+)xf32, (#\w+)>\) -> ", ttgir):
         divided = re.findall(r"(sizePerThread|threadsPerWarp|warpsPerCTA|instrShape) = \[.*?(\d+)\]", layouts[layout])
         found.add(f"rows of {size} by {divided}")
     return "; ".join(sorted(found))
@@ -160,7 +163,8 @@ def digest(one: Configuration) -> str:
     """Return a hash of everything that a result depends on but the version of Triton."""
     variant = one.variant
     parts = (one.kernel.cache_key, one.signature, dict(variant.constants), one.attributes)
-    return hashlib.sha256(repr((*parts, variant.num_warps, variant.num_stages, variant.fuses)).encode()).hexdigest()
+    options = (variant.num_warps, variant.num_stages, variant.fuses, variant.max_registers)
+    return hashlib.sha256(repr((*parts, *options)).encode()).hexdigest()
 
 
 class ResultCache:

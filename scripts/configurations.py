@@ -111,7 +111,8 @@ class Configuration:
     @property
     def num_rows(self) -> int:
         """Return the rows of a tile: tokens of a product, queries times heads of attention."""
-        return int(self.variant.constants["M"] * self.variant.constants.get("PARTS", 1))
+        constants = self.variant.constants
+        return int(constants["M"] * constants.get("PARTS", 1) * constants.get("W", 1))
 
     @property
     def sums(self) -> str:
@@ -172,7 +173,7 @@ def _attention() -> Iterator[Configuration]:
     for kind, dtype, ratio, dim, has_cap in product(get_args(attend.Kind), DTYPES, RATIOS, HEAD_DIMS, (False, True)):
         variant = attend.attend_variant(kind, dtype, ratio, dim, has_cap=has_cap, num_tiles=_TILES)
         traits = {"dtype": TYPE_NAMES[dtype], "ratio": str(ratio), "head_dim": str(dim), "cap": str(has_cap)}
-        traits["rows"] = str(variant.constants["M"])
+        traits["rows"] = str(variant.constants["M"] * variant.constants.get("W", 1))
         yield Configuration(kernels[kind], variant, traits)
     for dtype, dim in product(DTYPES, HEAD_DIMS):
         traits = {"dtype": TYPE_NAMES[dtype], "head_dim": str(dim)}

@@ -117,7 +117,8 @@ def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:
     table_RB[:, : num_shared // BLOCK] = table_RB[::width, : num_shared // BLOCK].repeat_interleave(width, 0)
     cache = world.cache._replace(table_RB=table_RB)
     prefixes = [Prefix(tuple(range(start, start + width)), num_shared) for start in range(0, num_rows, width)]
-    tables = group_tables(prefixes, num_rows, num_rows // 2, group_rows(shape.num_heads // shape.num_kv_heads))
+    rows_of_tile = group_rows(shape.num_heads // shape.num_kv_heads, bench.dtype, shape.head_dim)
+    tables = group_tables(prefixes, num_rows, num_rows // 2, rows_of_tile)
     shared_R, row_QX, shared_Q = (torch.from_numpy(one).to(bench.device) for one in tables)
     rows, groups = world.rows._replace(shared_R=shared_R), Groups(row_QX, shared_Q)
     q_RHD, out_RHD = (_random(bench, num_rows, shape.num_heads, shape.head_dim) for _ in range(2))
@@ -125,7 +126,6 @@ def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:
 
     def decode() -> None:
         bench.kernels.attend.attend_groups(partials, q_RHD, cache, rows, groups, world.spec)
-        bench.kernels.attend.attend_splits(partials, q_RHD, cache, rows, world.spec)
         bench.kernels.attend.merge_splits(out_RHD, partials, last_R, None)
 
     share = num_shared / world.length

@@ -140,7 +140,7 @@ def chunk(kernels: Kernels, world: World, device: torch.device) -> Tensor:
 
 def grouped(kernels: Kernels, world: World, device: torch.device) -> Tensor:
     """Return the outputs by split decode with one group of all rows but the third, and tiles that are not used."""
-    width, num_rows = group_rows(world.ratio), len(world.rows)
+    width, num_rows = group_rows(world.ratio, world.dtype, world.head_dim), len(world.rows)
     shared = world.shared // SPLIT * SPLIT
     num_tiles = -(-num_rows // width) + 2
     row_QX = torch.full((num_tiles * width,), -1, dtype=torch.int32)

@@ -61,8 +61,8 @@ def remember_builtins() -> None:
 def dot_in_order(builder: object, a: Any, b: Any, d: Any, *options: object) -> TensorHandle:
     """Add a matrix product input by input, as tensor cores do. numpy's order depends on the number of rows."""
     sum_MN, a_MK, b_KN = np.zeros_like(d.data), a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
-    for k in range(a_MK.shape[1]):
-        sum_MN += a_MK[:, k : k + 1] * b_KN[k : k + 1]
+    for k in range(a_MK.shape[-1]):
+        sum_MN += a_MK[..., k : k + 1] * b_KN[..., k : k + 1, :]
     return TensorHandle(sum_MN + d.data, d.dtype.scalar)
 
 

@@ -100,7 +100,8 @@ def test_tiles_of_all_sizes_add_in_the_same_order(dtype: str) -> None:
     rows = defaultdict(set)
     for one in found:
         rows[named[one["name"]].sums].add(named[one["name"]].num_rows)
-    assert sorted(map(sorted, rows.values())) == [[16, 32], [16, 32, 64, 128]]
+    attention = [16, 32] if dtype == "fp32" else [16, 32, 64]
+    assert sorted(map(sorted, rows.values())) == [attention, [16, 32, 64, 128]]
     assert all(one["order"] for one in found)
 
 
@@ -139,20 +140,20 @@ def order(name, num_warps, **constants):
 product, attention = "multiply_range dtype=bf16 ranges=one bias=True tile=1x32x64 inputs=128 even=True", "ATTENTION"
 for more in ({}, {"M": 64}, {"BK": 64}):
     order(product, 4, **more)
-for num_warps, more in ((4, {}), (8, {}), (4, {"M": 64}), (4, {"C": 32})):
-    order(attention, num_warps, **more)
+for more in ({}, {"M": 64}, {"C": 32}):
+    order(attention, 4, **more)
 """
 
 
 def test_other_orders_are_seen() -> None:
-    """More rows than `wgmma` needs, other blocks of inputs or keys, or other warps: what a table may not contain."""
+    """More rows than `wgmma` needs, or other blocks of inputs or keys: what a table may not contain."""
     name = "attend_split dtype=bf16 ratio=7 head_dim=64 cap=False rows=16"
     done = subprocess.run(
         [sys.executable, "-c", OTHERS.replace("ATTENTION", name)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     orders = done.stdout.splitlines()
-    assert len(set(orders)) == len(orders) == 7
+    assert len(set(orders)) == len(orders) == 6
 
 
 def test_published_models_have_a_configuration_of_every_kernel_of_their_steps() -> None:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nano_inference.executors.cuda import records
 from nano_inference.executors.cuda.kernels import attend
 from nano_inference.executors.cuda.kernels.multiply import Tile, launch, tiles_for
 from nano_inference.executors.cuda.kernels.sampler import uniform_of
@@ -71,9 +72,11 @@ def row_dependence(kernels: Kernels, device: torch.device, world: World) -> floa
         begin += count
     found = [torch.cat([split(kernels, one, device, most_queries=most) for one in alone]) for most in (1, 17)]
     if all(count == 1 for count, _ in world.rows):
-        found.append(grouped(kernels, world, device))
         with patch.object(attend, "_GROUP_PROGRAMS", 3):  # each computes several splits
             found.append(grouped(kernels, world, device))
+        for size in (16, 32, 64, 128):
+            with patch.object(records, "GROUP_ROWS", size):
+                found.append(grouped(kernels, world, device))
     return float(sum(not torch.equal(one, together) for one in found))
 
 
@@ -88,7 +91,13 @@ def cases() -> Iterator[Case]:
         "pieces": World(rows=[(5, 270), (1, 40), (3, 3)], ratio=7, head_dim=64, dtype=torch.bfloat16),
         "pieces-both": World(rows=[(9, 301), (1, 2)], ratio=3, head_dim=256, dtype=torch.bfloat16, spec=both),
         "pieces-float32": World(rows=[(5, 270), (2, 40)], ratio=4, head_dim=64),
-        "group": World(rows=[(1, 300), (1, 517), (1, 320)], ratio=7, head_dim=64, dtype=torch.bfloat16, shared=288),
+        "group": World(
+            rows=[(1, keys) for keys in (300, 517, 320, 299, 290, 512)],
+            ratio=7,
+            head_dim=64,
+            dtype=torch.bfloat16,
+            shared=288,
+        ),
         "group-both": World(rows=[(1, 300), (1, 517), (1, 9), (1, 299)], ratio=2, head_dim=64, spec=both, shared=288),
     }
     for name, world in worlds.items():

@@ -52,7 +52,7 @@ def attend_splits(
 def attend_groups(out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups: Groups, spec: AttentionSpec) -> None:
     """Write the partial results of every split, those that rows share by tiles. All rows have one token."""
     attend_splits(out, q_THD, cache, rows, spec)
-    check_groups(groups, q_THD.size(1) // cache.k_SJD.size(1))
+    check_groups(groups, q_THD, cache.k_SJD.size(1))
     is_used_QX, row_QX = groups.row_QX >= 0, groups.row_QX.long().clamp(min=0)
     token_QX = rows.start_R.long()[row_QX].clamp(max=q_THD.size(0) - 1)
     position_QX = torch.where(is_used_QX, rows.length_R.long()[row_QX] - 1, -1)

@@ -58,10 +58,10 @@ def check_queries(q_THD: Tensor, cache: Cache) -> None:
         raise ValueError(f"queries {tuple(q_THD.shape)} do not match the cache {tuple(cache.k_SJD.shape)}")
 
 
-def check_groups(groups: Groups, ratio: int) -> None:
-    width = groups.row_QX.size(1)
-    if width != group_rows(ratio):
-        raise ValueError(f"groups.row_QX must have {group_rows(ratio)} rows per tile, got {width}")
+def check_groups(groups: Groups, q_THD: Tensor, num_kv: int) -> None:
+    width, right = groups.row_QX.size(1), group_rows(q_THD.size(1) // num_kv, q_THD.dtype, q_THD.size(2))
+    if width != right:
+        raise ValueError(f"groups.row_QX must have {right} rows per tile, got {width}")
 
 
 def check_width(width: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.passes import AttendPart, PartialMemory, Pass
-from nano_inference.executors.cuda.records import Groups, Rows, group_rows
+from nano_inference.executors.cuda.records import Groups, Rows
 from nano_inference.executors.cuda.registers import Lowered, Machine
 from nano_inference.executors.cuda.sample_records import Scratch
 from nano_inference.executors.cuda.slots import SlotMemory
@@ -48,8 +48,8 @@ class StepTensors:
     shared_Q: Tensor
 
 
-def step_tensors(num_rows: int, ratio: int, device: torch.device) -> StepTensors:
-    """Allocate the inputs of steps of up to `num_rows` rows, with `ratio` query heads per kv head."""
+def step_tensors(num_rows: int, num_grouped: int, device: torch.device) -> StepTensors:
+    """Allocate the inputs of steps of up to `num_rows` rows, with tiles of `num_grouped` rows that share a prefix."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -62,7 +62,7 @@ def step_tensors(num_rows: int, ratio: int, device: torch.device) -> StepTensors
         length_R=zeros(num_rows),
         start_R=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
         shared_R=zeros(num_rows),
-        row_QX=zeros(tiles, group_rows(ratio)).fill_(-1),
+        row_QX=zeros(tiles, num_grouped).fill_(-1),
         shared_Q=zeros(tiles),
     )
 

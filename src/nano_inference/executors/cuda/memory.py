@@ -15,7 +15,7 @@ from nano_inference.executors.cuda.launchers import Kernels, SamplingKernels
 from nano_inference.executors.cuda.lower import gather_logits, lower, part_size
 from nano_inference.executors.cuda.passes import PartialMemory
 from nano_inference.executors.cuda.ranks import Ranks, rank_memory, sum_width
-from nano_inference.executors.cuda.records import num_splits, range_memory
+from nano_inference.executors.cuda.records import group_rows, num_splits, range_memory
 from nano_inference.executors.cuda.registers import Columns, Lowered, Machine, Registers, Ropes
 from nano_inference.executors.cuda.sample_records import MOST_TOKENS, RUNNING, Scratch, new_scratch
 from nano_inference.executors.cuda.slots import (
@@ -157,7 +157,8 @@ class StepMemory:
         self._scratch = new_scratch(limits.max_rows, program.vocab_size, MOST_TOPS, device)
         self.draws = DrawMemory(kernels.sample, self._scratch, program.vocab_size)
         self._vocabulary = VocabularyTables(program.vocab_size, device, limits.max_rows)
-        self._tensors: StepTensors = step_tensors(limits.max_rows, num_heads // num_kv_heads, device)
+        num_grouped = group_rows(num_heads // num_kv_heads, dtype, head_dim)
+        self._tensors: StepTensors = step_tensors(limits.max_rows, num_grouped, device)
         self._has_full_decode = program.has_full_decode
         self._device = device
 

@@ -17,7 +17,7 @@ SPLIT = 256  # positions per split; a multiple of every tile
 RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 NO_WINDOW = 1 << 30
-GROUP_ROWS = 32  # rows of a group's tile: rows of the step times query heads per kv head
+GROUP_ROWS = 64  # most rows of a group's tile: rows of the step times query heads per kv head
 MOST_ROWS = 16  # most tokens that `multiply` computes where cuBLAS may compute more
 FUSED_ROWS = 4  # most tokens whose norms, rotations and activations are computed by products and attention
 MOST_SPLIT_ROWS = 256  # most tokens of a product whose ranges are computed by different programs
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Decode rows that share a prefix, in tiles of `group_rows(ratio)` rows; int32 tensors."""
+    """Decode rows that share a prefix, in tiles of `group_rows` rows; int32 tensors."""
 
     row_QX: Tensor  # row indices, -1 for unused places; the first of a tile is used
     shared_Q: Tensor  # `Rows.shared_R` of the tile's rows, whose block tables are the same up to there
@@ -76,9 +76,14 @@ def num_splits(length: int) -> int:
     return -(-length // SPLIT)
 
 
-def group_rows(ratio: int) -> int:
-    """Return how many rows one tile of a group holds, with `ratio` query heads per kv head."""
-    return GROUP_ROWS // ratio
+def group_tile(dtype: torch.dtype, head_dim: int) -> int:
+    """Return the rows of a group's tile: larger heads need more registers for each row."""
+    return GROUP_ROWS if dtype != torch.float32 and head_dim <= 64 else min(GROUP_ROWS, 32)
+
+
+def group_rows(ratio: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Return how many rows of the step one tile of a group holds, with `ratio` query heads per kv head."""
+    return group_tile(dtype, head_dim) // ratio
 
 
 NormOrder = Literal["none", "first", "last"]

@@ -19,7 +19,6 @@ from nano_inference.executors.cuda.checks import check_groups, check_heads, chec
 from nano_inference.executors.cuda.kernels import attention, fused
 from nano_inference.executors.cuda.kernels.variant import Variant, is_interpreted, padded
 from nano_inference.executors.cuda.records import (
-    GROUP_ROWS,
     NO_WINDOW,
     NORM_ORDERS,
     PROGRAMS,
@@ -30,11 +29,13 @@ from nano_inference.executors.cuda.records import (
     NormOrder,
     Partials,
     Rows,
+    group_tile,
 )
 from nano_inference.executors.torch.attention.context import AttentionSpec
 
-_DECODE_ROWS, _CHUNK_ROWS = 16, 64
-"""Rows of a tile: queries times query heads per kv head. A row has the same bits in tiles of 16 and `GROUP_ROWS`."""
+_DECODE_ROWS, _PIECE_ROWS, _CHUNK_ROWS = 16, 32, 64
+"""Rows of a tile: queries times query heads per kv head. A row has the same bits in tiles of all kinds but chunks."""
+_GROUP_REGISTERS = 168  # three programs of four warps on a multiprocessor
 _GROUP_PROGRAMS = 4 * PROGRAMS
 """Most programs of `attend_groups`: each computes several splits if there are more."""
 
@@ -56,7 +57,7 @@ def attend_variant(
         "D": head_dim,
         "P": padded(head_dim),
         "G": ratio,
-        "M": _DECODE_ROWS if kind == "split" else _CHUNK_ROWS if is_large_chunk else GROUP_ROWS,
+        "M": _DECODE_ROWS if kind == "split" else _CHUNK_ROWS if is_large_chunk else _PIECE_ROWS,
         "C": 16 if is_float32 else 64 if head_dim <= 128 else 32,
         "HAS_CAP": has_cap,
         "UPCAST": False,
@@ -64,7 +65,13 @@ def attend_variant(
     if kind != "chunk":
         constants["SPLIT"] = SPLIT
     if kind == "group":
-        constants["QUERY_TILES"] = padded(num_tiles)
+        rows = group_tile(dtype, head_dim)
+        constants |= {"M": rows, "W": 1, "ROW_M": _DECODE_ROWS, "QUERY_TILES": padded(num_tiles)}
+        if rows > _PIECE_ROWS:
+            constants |= {"M": 16, "W": rows // 16}
+            return Variant(
+                constants=constants, num_warps=rows // 16, num_stages=2, max_registers=_GROUP_REGISTERS, fuses=False
+            )
     return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=2, fuses=False)
 
 
@@ -115,12 +122,14 @@ def attend_groups(out: Partials, q_THD: Tensor, cache: Cache, rows: Rows, groups
     """Write the partial results of every split, those that rows share by tiles. All rows have one token."""
     num_tiles, num_rows, num_kv = groups.row_QX.size(0), rows.length_R.size(0), cache.k_SJD.size(1)
     variant = _variant("group", q_THD, cache, spec, num_tiles=max(num_tiles, -(-num_rows // 2)))
-    check_groups(groups, variant.constants["G"])
+    check_groups(groups, q_THD, num_kv)
     splits = out.score_THN.size(2)
     variant.launch(
         attention.attend_group,
         (min((num_tiles + num_rows) * splits, -(-_GROUP_PROGRAMS // num_kv)), num_kv),
-        *_read(q_THD, cache, rows),
+        q_THD,
+        *cache[:3],
+        rows.length_R,
         rows.shared_R,
         *groups,
         *out,

@@ -26,6 +26,9 @@ class Variant:
     fuses: bool = True
     """Contract products and sums to fused multiply-adds. Explicit: Triton's default differs between releases."""
 
+    max_registers: int | None = None
+    """Most registers of a thread, so that more programs fit a multiprocessor; None: the compiler decides."""
+
     def upcast(self) -> Variant:
         """Return the variant for the interpreter."""
         return replace(self, constants={**self.constants, "UPCAST": True})
@@ -40,6 +43,7 @@ class Variant:
             num_warps=self.num_warps,
             num_stages=self.num_stages,
             enable_fp_fusion=self.fuses,
+            maxnreg=self.max_registers,
             **({"launch_pdl": True} if prod(grid) <= MOST_EARLY and starts_early(arguments[0].device) else {}),
         )
 
