@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from nano_inference.build import pick_kernels
 from nano_inference.config import EngineConfig
+from nano_inference.engine import InferenceEngine
 from nano_inference.executors.cpu.executor import CpuExecutor
 from nano_inference.executors.cpu.library import Library
 from nano_inference.executors.opening import load_kernel_model, load_model
@@ -18,6 +21,8 @@ from nano_inference.executors.protocol import CacheSize
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.adapters import read_adapter
 from nano_inference.loading.checkpoint import open_checkpoint
+from nano_inference.types import EngineRequest, SamplingParams, TrainingSample
+from tests.engine.test_lookahead import run_all
 from tests.models.adapted import BLOCK_SIZE, MAX_LEN, adapted, add, logits_of, rows_of, save, text
 from tests.models.families import make_model
 from tests.models.hybrids import HYBRIDS, make_hybrid
@@ -130,6 +135,51 @@ def test_bits_of_a_row_do_not_depend_on_its_batch(family: str, rounding: Any, li
         assert torch.equal(found[index], together[index]), index
     same = logits_of(executor, BATCH, dict.fromkeys(BATCH, 4))
     assert torch.equal(same[4], together[4])
+
+
+def facts(samples: Iterable[TrainingSample]) -> list[tuple[Any, ...]]:
+    return [(one.completion_tokens, one.logprobs) for one in samples]
+
+
+def test_samples_of_many_adapters_equal_each_alone(tmp_path: Path) -> None:
+    """In chunks, with drafts, several tokens a step, after hits of the cache and preemption."""
+    base = make_model("qwen3-ratio3-tied", tmp_path)
+    names = [None, *(f"a{number}" for number in range(1, 5))]
+    targets = ["lm_head", "q_proj", "v_proj", "up_proj"]
+    for name in names[1:]:
+        model = adapted(base, int(name[1:]), r=3 * int(name[1:]), target_modules=targets)
+        save(model, tmp_path / name)
+        base = model.unload()
+    prompts = [text(7, 40) * 2, text(8, 21)]
+    params = SamplingParams(max_tokens=20, seed=7, ignore_eos=True)
+
+    def opened(**options: Any) -> InferenceEngine:
+        engine = InferenceEngine(EngineConfig(str(tmp_path), device="cpu", max_batch_size=16, **options))
+        for name in names[1:]:
+            engine.load_adapter(name, tmp_path / name)
+        return engine
+
+    expected = {}
+    for name in names:
+        with opened(kv_cache_bytes=4 << 20, num_threads=1) as engine:
+            expected[name] = facts(engine.generate(prompts, params, adapter=name))
+    assert len({samples[0][0] for samples in expected.values()}) == len(names)
+    pairs = [(name, prompt) for name in names for prompt in prompts]
+    requests = [EngineRequest(prompt=prompt, params=params, adapter=name) for name, prompt in pairs]
+    block = 2 * 4 * 16 * 4 * 2 * 16
+    for options in (
+        {"num_threads": 2, "max_tokens_per_batch": 16},
+        {"speculation": "ngram", "max_tokens_per_batch": 33},
+        {"lookahead": 4, "kv_cache_bytes": 20 * block},
+    ):
+        with opened(**{"kv_cache_bytes": 4 << 20, "num_threads": 2} | options) as engine:
+            for _ in range(2):
+                requests = [
+                    EngineRequest(prompt=prompt, params=params, adapter=name) for name in names for prompt in prompts
+                ]
+                samples = iter(run_all(engine, requests)[0])
+                found = {name: facts(islice(samples, 2)) for name in names}
+                assert found == expected, options
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not list memory")
