@@ -15,7 +15,7 @@ from nano_inference.core.seeds import derive_seed
 from nano_inference.rl.rollout import extend, observe, start, to_trl
 from nano_inference.types import EnginePaused, StepResult, TrainingSample
 from tests.models.families import make_model
-from tests.sim.fakes import Calculator, Failing, fake_config, fake_parts, reference
+from tests.sim.fakes import Calculator, Failing, fake_config, fake_parts, load, reference
 
 PROMPTS = [[5, 9, 30, 2, 44], [11, 12, 13], [5, 9, 30, 2, 44, 1, 1, 8, 3]]
 PARAMS = SamplingParams(max_tokens=9, seed=4)
@@ -223,6 +223,23 @@ def test_other_requests_run_during_rollouts() -> None:
 
 
 # --- how it ends
+
+
+def test_turns_have_the_adapter_and_its_version() -> None:
+    engine = fake()
+    load(engine, "policy", version="step-1")
+    versions = iter(["step-2", "step-3"])
+
+    def environment(rollout: Rollout) -> Any:
+        load(engine, "policy", version=next(versions))
+        return TOOL
+
+    (rollout,) = run_rollouts(engine, PROMPTS[:1], environment, PARAMS, max_turns=2, adapter="policy")
+    assert [(turn.sample.adapter, *set(turn.sample.adapter_versions)) for turn in rollout.turns] == [
+        ("policy", "step-1"),
+        ("policy", "step-2"),
+    ]
+    assert Rollout.from_dict(json.loads(json.dumps(rollout.to_dict()))) == rollout
 
 
 def test_environment_can_end_a_rollout() -> None:

@@ -210,6 +210,7 @@ class _Rules:
     max_turns: int
     max_tokens: int  # most tokens of a rollout, including its prompt
     program: TokenProgram | None
+    adapter: str | None
 
     def __post_init__(self) -> None:
         check_int("max_turns", self.max_turns, 1)
@@ -231,6 +232,7 @@ def run_rollouts(
     max_turns: int,
     max_tokens_total: int | None = None,
     program: TokenProgram | None = None,
+    adapter: str | None = None,
     progress: Progress | None = None,
     resume: Seq[Rollout] = (),
 ) -> list[Rollout]:
@@ -259,7 +261,7 @@ def run_rollouts(
         check_int("max_tokens_total", max_tokens_total, 2)
         max_tokens = min(max_tokens, max_tokens_total)
     params = sampling_params or SamplingParams()
-    rules = _Rules(params=params, max_turns=max_turns, max_tokens=max_tokens, program=program)
+    rules = _Rules(params=params, max_turns=max_turns, max_tokens=max_tokens, program=program, adapter=adapter)
     first = 1 + max((rollout.prompt_index for rollout in resume), default=-1)
     rollouts = [*resume, *_starts(prompts, num_samples_per_prompt, rules.max_tokens, first)]
     return engine.exclusively(lambda: _take_turns(engine, rollouts, environment, rules, progress))
@@ -346,4 +348,6 @@ def _request_turn(
     if seed is not None:
         seed = derive_seed(derive_seed(seed, rollout.prompt_index), rollout.sample_index)
     params = replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed)
-    return engine.add_request(rollout.tokens, params, program=rules.program, partial=partial, for_call=True)
+    return engine.add_request(
+        rollout.tokens, params, program=rules.program, adapter=rules.adapter, partial=partial, for_call=True
+    )
