@@ -779,6 +779,7 @@ class InferenceEngine:
 
     def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
         """Read and pack an adapter for `install_adapter`; raises as `load_adapter`. Can be called from any thread."""
+        self._require_alive()
         if (executor := self.parts.executor) is None:
             raise BadRequest("adapter", "this engine has no model that could use it")
         return stage_adapter(load, executor, self.config.max_adapter_rank)

@@ -75,9 +75,11 @@ def test_random_worlds_read_no_kv_of_another_adapter(
             counts["cached"] += sample.num_cached_tokens > 0 and sample.adapter is not None
         counts["mixed"] += sum(len(one) > 1 for one in used.values())
         counts += world.counts
+        counts["ahead"] += world.engine.overlaps.get("ahead", 0)
         world.engine.step()
         assert {one.version for one in world.engine.adapters()} == set(world.engine.parts.runner.adapters)
     assert min(counts[name] for name in ("load", "unload", "no room", "preempted", "cached")) > 5, counts
+    assert (counts["ahead"] > 5) == ("overlaps" in options)
     assert (counts["mixed"] > 5) == ("continue" in how), "with keep, all samples of a request have one version"
 
 
