@@ -13,16 +13,18 @@ from typing import Any, get_args
 
 import torch
 
-from nano_inference.executors.cuda.checks import DTYPES
+from nano_inference.executors.cuda.checks import DTYPES, MOST_KEYS
 from nano_inference.executors.cuda.kernels import (
     advance,
     attend,
     attention,
+    delta,
     fused,
     linear,
     multiply,
     operate,
     pointwise,
+    recur,
     sample,
     sampler,
     select,
@@ -46,6 +48,9 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("x_TW", "more_TW", "sum_TW", "weight_W", "out_TW", "gate_TW", "up_TW", "y_TW", "v_TW"), "*P"),
         **dict.fromkeys(("gate_TJ", "gate_T1", "before_TW", "table_VW", "qkv_TW", "q_THD", "q_norm_D"), "*P"),
         **dict.fromkeys(("k_norm_D", "cos_LF", "sin_LF"), "*P"),
+        **dict.fromkeys(("x_TC", "weight_CK", "out_TC", "a_TH", "b_TH", "weight_V"), "*P"),
+        **dict.fromkeys(("state_ZJC", "state_ZHXV", "a_log_H", "dt_bias_H"), "*fp32"),
+        **dict.fromkeys(("part_R", "bound_P", "slot_P", "source_R", "column_W"), "*i32"),
         **dict.fromkeys(("a_1", "b_1", "share_1"), "*fp32"),
         **dict.fromkeys(("eps", "offset"), "fp32"),
         **dict.fromkeys(("row_T", "token_T", "previous_T"), "*i32"),
@@ -76,6 +81,9 @@ _ALIGNED = frozenset(
         "up_stride",
         "y_stride",
         "weight_stride",
+        "qkv_stride",
+        "slot_stride",
+        "num_channels",
         "width",
         "range_size",
         "vocab_size",
@@ -164,7 +172,7 @@ class Configuration:
 
 def configurations() -> tuple[Configuration, ...]:
     """Return every configuration."""
-    return (*_attention(), *_sampler(), *_rows(), *_blocks(), *_linear(), *_products_of_norms())
+    return (*_attention(), *_sampler(), *_rows(), *_blocks(), *_states(), *_linear(), *_products_of_norms())
 
 
 def _attention() -> Iterator[Configuration]:
@@ -231,6 +239,24 @@ def _blocks() -> Iterator[Configuration]:
         for has_a in (False, True):
             yield Configuration(pointwise.mix_block, operate.block_variant(HAS_A=has_a), {**traits, "a": str(has_a)})
         for kernel in (pointwise.gate_values_block, pointwise.smear_block, pointwise.softcap_block):
+            yield Configuration(kernel, operate.block_variant(), traits)
+
+
+def _states() -> Iterator[Configuration]:
+    """Kernels of layers with recurrent states."""
+    sizes = [1 << power for power in range(4, MOST_KEYS.bit_length())]
+    for dtype in DTYPES:
+        traits = {"dtype": TYPE_NAMES[dtype]}
+        for taps, most_tokens in product((2, 4), (1, 2)):
+            more = {**traits, "taps": str(taps), "tokens": str(most_tokens)}
+            yield Configuration(delta.convolve_row, recur.convolve_variant(taps, most_tokens), more)
+        for size in sizes:
+            more = {**traits, "size": str(size)}
+            yield Configuration(delta.gated_norm_heads, recur.gated_norm_variant(size), more)
+            for is_tiled in (False, True):
+                variant = recur.delta_variant(size, is_tiled=is_tiled)
+                yield Configuration(delta.advance_state, variant, {**more, "tiled": str(is_tiled)})
+        for kernel in (delta.gate_block, delta.arrange_block):
             yield Configuration(kernel, operate.block_variant(), traits)
 
 

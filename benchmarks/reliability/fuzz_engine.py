@@ -112,7 +112,7 @@ def plans(given: argparse.Namespace) -> list[Plan]:
     """Return the worlds of one round: each path of a family that the seed chooses."""
     paths = PATHS if given.path == "all" else (given.path,)
     family = random.Random(f"family {given.seed}").choice(given.family)
-    return [Plan(given.seed, family, path) for path in paths if path != "cuda" or not family.startswith("hybrid-")]
+    return [Plan(given.seed, family, path) for path in paths]
 
 
 def fuzz(given: argparse.Namespace) -> Totals:

@@ -86,20 +86,13 @@ def load_cuda_model(
     *,
     families: Mapping[str, Family] | None = None,
 ) -> Executor:
-    """Load a checkpoint's weights for the CUDA kernels, or for torch if the model has recurrent states.
+    """Load a checkpoint's weights for the CUDA kernels.
 
     Raises `ValueError` naming what the kernels do not support, and `ModelError` as the other loaders.
     """
     max_model_len = min(config.max_model_len, checkpoint.config.max_positions)
     model = with_length(checkpoint.config, max_model_len)
     dtype, program = pick_dtype(config.dtype, device), program_of(model, families)
-    if program.states:
-        if config.deterministic:
-            raise ValueError(f"deterministic: the CUDA kernels do not support {model.architecture}'s recurrent states")
-        _log.info("torch computes %s: the CUDA kernels do not support recurrent states", model.architecture)
-        return load_model(
-            checkpoint, device, dtype, max_model_len, progress, attention=config.attention, families=families
-        )
     executor = CudaExecutor(model, program, device, dtype, kernels, cuda_limits(config, model))
     sources, error = measured_sources(checkpoint.sources, dtype)
     load_weights(executor, sources, progress)

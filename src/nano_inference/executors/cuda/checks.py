@@ -24,6 +24,7 @@ from nano_inference.executors.torch.attention.context import AttentionSpec
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # supported precisions of activations, weights and caches
 MOST_COLUMNS = 1 << 14  # largest width of a norm
+MOST_TAPS, MOST_KEYS = 16, 256  # of a convolution, and values of a key of the gated delta rule
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
@@ -108,6 +109,36 @@ def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: Range
     needed, given = num_sums(num_tokens, num_out, num_in), memory.part_ZTN.numel()
     if given < needed:
         raise ValueError(f"part_ZTN must have {needed} values, got {given}")
+
+
+def check_taps(taps: int) -> None:
+    if taps > MOST_TAPS:
+        raise ValueError(f"Convolve: the CUDA kernels have at most {MOST_TAPS} taps, not {taps}")
+
+
+def check_key_size(size: int) -> None:
+    if size > MOST_KEYS:
+        raise ValueError(f"GatedDelta: the CUDA kernels have keys of at most {MOST_KEYS} values, not {size}")
+
+
+def check_convolution(out_TC: Tensor, x_TC: Tensor, weight_C1K: Tensor, state_ZJC: Tensor) -> None:
+    check_dtype("x", x_TC)
+    check_rows(out=out_TC, x=x_TC)
+    check_taps(weight_C1K.size(2))
+    if state_ZJC.shape[1:] != (weight_C1K.size(2) - 1, x_TC.size(1)) or not state_ZJC[0].is_contiguous():
+        raise ValueError(f"a state {tuple(state_ZJC.shape)} does not fit {x_TC.size(1)} channels")
+
+
+def check_delta(out_TW: Tensor, qkv_TW: Tensor, a_TH: Tensor, b_TH: Tensor, state_ZHXV: Tensor) -> int:
+    """Return the number of key heads."""
+    check_dtype("qkv", qkv_TW)
+    check_rows(out=out_TW, qkv=qkv_TW, a=a_TH, b=b_TH)
+    num_heads, k_dim, v_dim = state_ZHXV.shape[1:]
+    check_key_size(k_dim)
+    num_keys, rest = divmod(qkv_TW.size(1) - num_heads * v_dim, 2 * k_dim)
+    if rest or num_keys < 1 or num_heads % num_keys or not state_ZHXV[0].is_contiguous():
+        raise ValueError(f"qkv rows of {qkv_TW.size(1)} values do not fit a state {tuple(state_ZHXV.shape)}")
+    return num_keys
 
 
 def check_logits(out: Scratch, logits_BV: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.passes import AttendPart, PartialMemory, Pass
-from nano_inference.executors.cuda.records import Groups, Rows
+from nano_inference.executors.cuda.records import Groups, Rows, States
 from nano_inference.executors.cuda.registers import Lowered, Machine
 from nano_inference.executors.cuda.sample_records import Scratch
 from nano_inference.executors.cuda.slots import SlotMemory
@@ -120,6 +120,7 @@ class DecodeStep:
             partials=self.partials.views(n, key.num_splits),
             groups=Groups(tensors.row_QX, tensors.shared_Q) if key.has_groups else None,
         )
+        start_R, recurrent_R = tensors.start_R.narrow(0, 0, n + 1), self.slots.recurrent_S.narrow(0, 0, n)
         return Pass(
             token_T=tensors.token_R,
             previous_T=tensors.previous_R,
@@ -129,6 +130,7 @@ class DecodeStep:
             store=self.store,
             parts=(part,),
             has_windows=not self.has_full_decode,
+            states=States(start_R, start_R, recurrent_R, recurrent_R) if self.store.states else None,
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nano_inference.core.step import BlockCopy, Launch, Row, RowResult
+from nano_inference.core.step import BlockCopy, Launch, Row, RowResult, RowState
 from nano_inference.executors.batch import Rows
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.launchers import Kernels
@@ -131,6 +131,7 @@ class CudaExecutor(Executor):
             return None
         if not is_next:
             self.store.prepare((), copies)
+            self._fork(rows)
         with suppress(torch.OutOfMemoryError):
             collect = self._once(lambda: self.windows.launch(rows, is_next=is_next))
             return lambda: self._once(collect)
@@ -138,15 +139,25 @@ class CudaExecutor(Executor):
         release_unused(self.device)
         return None
 
+    def _fork(self, rows: Rows) -> None:
+        """Copy states that rows start from to the rows' slots: in a window, a row reads and writes one slot."""
+        for row in rows:
+            if row.state is not None and row.start and row.state.source != row.state.slot:
+                assert self.store.states is not None
+                self.store.states.slots_ZF[row.state.slot].copy_(self.store.states.slots_ZF[row.state.source])
+
     def _run_pass(self, rows: Rows) -> dict[int, RowResult]:
         return self._once(lambda: run_step(self, rows, self.memory.draws.draw, WHOLE))
 
     def _once(self, work: Callable[[], Result]) -> Result:
-        """Call `work`. If its memory runs out, a caller repeats it in parts; a rank must not, because others do not."""
+        """Call `work`. If its memory runs out, a caller repeats it in parts.
+
+        A rank must not, because others do not, nor a program whose rows have overwritten the states that they read.
+        """
         try:
             return work()
         except torch.OutOfMemoryError as error:
-            if self._ranks is None:
+            if self._ranks is None and not self.program.states:
                 raise
             raise MemoryError("a step needs more memory than there is") from error
 
@@ -235,7 +246,7 @@ class CudaExecutor(Executor):
             return 0
         steps = tuple(largest_steps(self.memory.limits, block_size))
         num_blocks = 1 + max(block for rows in steps for row in rows for block in row.blocks)
-        self.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size))
+        self.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size, num_states=1))
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -274,7 +285,10 @@ def rows_of(inputs: ForwardInput) -> list[TokenRow]:
     """Return the rows of a step that is given as tensors."""
     tokens, previous = inputs.token_T.tolist(), inputs.prev_T.tolist()
     return [
-        TokenRow(tuple(tokens[one.offset : one.offset + one.num_tokens]), previous[one.offset], one.start, one.blocks)
+        TokenRow(
+            tuple(tokens[one.offset : one.offset + one.num_tokens]),
+            *(previous[one.offset], one.start, one.blocks, one.state),
+        )
         for one in inputs.spans
     ]
 
@@ -326,4 +340,5 @@ def _row(index: int, size: int, start: int, blocks: range, params: SamplingParam
         logprobs_mode="processed",
         seed=0,
         sample_index=0,
+        state=RowState(0, 0),
     )

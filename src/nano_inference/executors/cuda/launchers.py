@@ -1,9 +1,10 @@
-"""What the step code of a CUDA executor calls: four groups of launchers, by Triton or in plain torch.
+"""What the step code of a CUDA executor calls: five groups of launchers, by Triton or in plain torch.
 
 Signatures are those of `kernels`, where the contracts are; every launcher writes its results to its arguments.
 
 Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots, W width of a buffer, V vocabulary or
-rows of a table, L positions, F rotary size / 2, N outputs and K inputs of a matrix, Z ranges of inputs, B rows.
+rows of a table, L positions, F rotary size / 2, N outputs and K inputs of a matrix, Z ranges of inputs or slots of
+states, B rows, C channels, J = taps - 1, X key size.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nano_inference.executors.cuda.records import (
     Partials,
     RangeMemory,
     Rows,
+    States,
     SumNorm,
 )
 from nano_inference.executors.cuda.sample_records import Scratch, Slots, Tables
@@ -127,6 +129,48 @@ class OperationKernels(Protocol):
         """Write scaled rows of a table; zeros for rows that are not in `part`."""
 
 
+class StateKernels(Protocol):
+    """Operations with a recurrent state of each row, and those of their layers."""
+
+    def convolve(
+        self,
+        out_TC: Tensor,
+        x_TC: Tensor,
+        weight_C1K: Tensor,
+        state_ZJC: Tensor,
+        states: States,
+        position_T: Tensor,
+        *,
+        most_tokens: int,
+    ) -> None:
+        """Write the causal convolution and the states after parts of rows; none at negative positions."""
+
+    def gated_delta(
+        self,
+        out_TW: Tensor,
+        qkv_TW: Tensor,
+        a_TH: Tensor,
+        b_TH: Tensor,
+        a_log_H: Tensor,
+        dt_bias_H: Tensor,
+        state_ZHXV: Tensor,
+        states: States,
+        position_T: Tensor,
+        *,
+        is_tiled: bool,
+    ) -> None:
+        """Write the gated delta rule and the states after parts of rows; none at negative positions."""
+
+    def gated_norm(self, out_TW: Tensor, x_TW: Tensor, gate_TW: Tensor, weight_V: Tensor, eps: float) -> None:
+        """Write weight · norm(x) · silu(gate) of each head."""
+
+    def gate(self, out_TW: Tensor, x_TW: Tensor, gate_TW: Tensor) -> None:
+        """Write x · sigmoid(gate)."""
+
+    def arrange(self, out_TW: Tensor, x_TW: Tensor, column_W: Tensor) -> None:
+        """Write x[:, column] for each column of out."""
+
+
 class ProductKernels(Protocol):
     """The matrix product whose sums have the same order for any number of rows."""
 
@@ -212,6 +256,7 @@ class Kernels:
     attend: AttentionKernels
     operate: OperationKernels
     multiply: ProductKernels
+    recur: StateKernels
     sample: SamplingKernels
     has_fixed_heads: bool = True  # attention supports `records.RATIOS` and `records.HEAD_DIMS` only
 
@@ -220,6 +265,6 @@ def triton_kernels() -> Kernels:
     """Return the Triton kernels. Raises `ValueError` if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError("CUDA kernels need Triton: pip install 'nano-inference[cuda]'")
-    from nano_inference.executors.cuda.kernels import attend, multiply, operate, sample
+    from nano_inference.executors.cuda.kernels import attend, multiply, operate, recur, sample
 
-    return Kernels(attend, operate, multiply, sample)
+    return Kernels(attend, operate, multiply, recur, sample)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.fusions import chain_size, fuse
+from nano_inference.executors.cuda.lower_states import STATE_LOWERINGS
 from nano_inference.executors.cuda.passes import Pass
 from nano_inference.executors.cuda.records import MOST_ROWS, MOST_SPLIT_ROWS, HeadNorms, num_sums
 from nano_inference.executors.cuda.registers import Columns, Heads, Lowered, Lowering, Machine, StoredHeads
@@ -347,4 +348,5 @@ _LOWERINGS: Mapping[type[Op], Callable[..., None]] = {
     ops.GateValues: _gate_values,
     ops.Smear: _smear,
     ops.Softcap: _softcap,
+    **STATE_LOWERINGS,
 }

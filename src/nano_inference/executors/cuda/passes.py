@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nano_inference.core.step import RowState
 from nano_inference.executors.cuda.launchers import AttentionKernels
-from nano_inference.executors.cuda.records import Cache, Groups, Partials, Rows, num_splits
+from nano_inference.executors.cuda.records import Cache, Groups, Partials, Rows, States, num_splits
+from nano_inference.executors.states import ends_of
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.executors.torch.store import KVStore
 
@@ -64,6 +66,13 @@ class Pass:
     store: KVStore
     parts: tuple[AttendPart, ...]
     has_windows: bool = True  # False: every token attends to all earlier keys
+    states: States | None = None  # of a program with recurrent states
+    most_tokens: int = 1  # of a row
+
+    def state(self, index: int) -> Tensor:
+        """Return the memory [Z, *shape] of a recurrent state."""
+        assert self.store.states is not None
+        return self.store.states.views[index]
 
     def cache(self, layer: int) -> Cache:
         store = self.store
@@ -106,6 +115,8 @@ class PassRow(Protocol):
     def start(self) -> int: ...
     @property
     def blocks(self) -> tuple[int, ...]: ...
+    @property
+    def state(self) -> RowState | None: ...
 
 
 class TokenRow(NamedTuple):
@@ -115,6 +126,7 @@ class TokenRow(NamedTuple):
     prev_token: int
     start: int
     blocks: tuple[int, ...]
+    state: RowState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +175,28 @@ def build_pass(
         store=store,
         parts=tuple(parts),
         has_windows=has_windows,
+        states=_states(rows, device) if store.states else None,
+        most_tokens=max(len(row.tokens) for row in rows),
     )
+
+
+def _states(rows: Sequence[PassRow], device: torch.device) -> States:
+    parts, bounds, slots, sources = [0], [0], list[int](), list[int]()
+    for row in rows:
+        assert row.state is not None, "a row without slots"
+        first = bounds[-1]
+        for end, slot in ends_of(row.state, row.start + len(row.tokens)):
+            bounds.append(first + end - row.start)
+            slots.append(slot)
+        parts.append(len(slots))
+        sources.append(row.state.source)
+    lists = (parts, bounds, slots, sources)
+    sizes = [_padded(len(one), _ALIGNED) for one in lists]
+    packed = np.concatenate(
+        [np.pad(np.array(one, np.int32), (0, size - len(one))) for one, size in zip(lists, sizes, strict=True)]
+    )
+    found = torch.from_numpy(packed).to(device).split(sizes)
+    return States(*(tensor.narrow(0, 0, len(one)) for tensor, one in zip(found, lists, strict=True)))
 
 
 def _pieces(rows: Sequence[PassRow], most: int | None) -> Iterator[_Piece]:

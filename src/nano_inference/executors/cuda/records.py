@@ -1,8 +1,8 @@
-"""Arguments that the CUDA kernels and their plain counterparts share: attention, head norms, the split of a product.
+"""Arguments that the CUDA kernels and their plain counterparts share: attention, states, head norms, products.
 
 Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots of the cache, B blocks per row,
-N splits, Q tiles of rows that share a prefix, X rows per tile, W width of a buffer, K inputs of a product, L positions,
-F rotary size / 2.
+N splits, P parts of rows, Q tiles of rows that share a prefix, X rows per tile, W width of a buffer, K inputs of a product,
+L positions, F rotary size / 2.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ class Rows(NamedTuple):
     start_R: Tensor  # index of each row's first token, [R + 1]; the last entry is T
     length_R: Tensor  # keys of each row, those of the step included; 0 makes a row do nothing
     shared_R: Tensor  # positions that tiles of `Groups` compute, a multiple of `SPLIT`; 0 for rows in no group
+
+
+class States(NamedTuple):
+    """The slots of recurrent states that rows use (`core.step.RowState`); int32. A row is computed in parts, in order."""
+
+    part_R: Tensor  # each row's first part, [R + 1]; the last entry is P
+    bound_P: Tensor  # each part's first token, [P + 1]; the last entry is T
+    slot_P: Tensor  # receives the state after each part; -1: none
+    source_R: Tensor  # holds the state before the row's first token; not read at position 0
 
 
 class Groups(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nano_inference.core.step import Row, RowResult
+from nano_inference.core.step import Row, RowResult, RowState
 from nano_inference.executors.ahead import joined
 from nano_inference.executors.batch import Rows
 
@@ -54,10 +54,17 @@ def _pieces(row: Row, max_tokens: int) -> Iterator[Row]:
     while len(row.tokens) > max_tokens and not row.num_drafts:
         head, rest, end = row.tokens[:max_tokens], row.tokens[max_tokens:], row.start + max_tokens
         pool_from = row.pool_from if row.pool_from is not None and row.pool_from < end else None
-        yield row._replace(tokens=head, num_sampled=0, next_token=rest[0], pool_from=pool_from)
+        state, after = _states(row.state, end) if row.state else (None, None)
+        yield row._replace(tokens=head, num_sampled=0, next_token=rest[0], pool_from=pool_from, state=state)
         pool_from = None if row.pool_from is None else max(row.pool_from, end)
-        row = row._replace(tokens=rest, start=end, prev_token=head[-1], pool_from=pool_from)
+        row = row._replace(tokens=rest, start=end, prev_token=head[-1], pool_from=pool_from, state=after)
     yield row
+
+
+def _states(state: RowState, end: int) -> tuple[RowState, RowState]:
+    """Divide what a row does with slots at a number of tokens."""
+    saves = [tuple(save for save in state.saves if (save[0] <= end) == is_first) for is_first in (True, False)]
+    return state._replace(saves=saves[0]), RowState(state.slot, state.slot, saves[1])
 
 
 def merged(first: RowResult, second: RowResult) -> RowResult:

@@ -57,7 +57,7 @@ def splits_of(length: int, most: int) -> int:
 def fits_window(row: Row, *, has_full_decode: bool) -> bool:
     """Return whether a window can compute a row: one generated token, with results that the rings can hold."""
     is_decode = len(row.tokens) == 1 and row.num_sampled > 0 and not row.num_drafts
-    is_plain = row.score_from is None and row.pool_from is None
+    is_plain = row.score_from is None and row.pool_from is None and not (row.state and row.state.saves)
     is_generated = not has_full_decode or row.start >= row.num_prompt
     return is_decode and is_plain and is_generated and not needs_reference(row)
 
@@ -186,6 +186,7 @@ class Windows:
         fields["max_tokens"][:bucket] = 0
         fields["max_tokens"][slots] = [row.num_sampled for _, row in placed]
         fields["min_tokens"][slots] = [row.num_sampled if row.banned else 0 for _, row in placed]
+        fields["recurrent"][slots] = [row.state.slot if row.state else 0 for _, row in placed]
         if is_next:
             return
         fields["state"][:bucket] = STOPPED
