@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.cuda import attention_cases, fused_cases, linear_cases, pointwise_cases, refusal_cases, sampler_cases
+from tests.cuda import (
+    attention_cases,
+    fused_cases,
+    linear_cases,
+    pointwise_cases,
+    refusal_cases,
+    sampler_cases,
+    state_cases,
+)
 from tests.cuda.case import Case
 
 
@@ -16,3 +24,4 @@ def all_cases() -> Iterator[Case]:
     yield from pointwise_cases.cases()
     yield from refusal_cases.cases()
     yield from sampler_cases.cases()
+    yield from state_cases.cases()

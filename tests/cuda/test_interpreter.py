@@ -39,7 +39,9 @@ def differences(
     return {name: tuple(values) for name, values in json.loads(done.stdout).items()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("prefix", ["attention", "fused", "linear", "pointwise", "refusals", "sampler", "executor"])
+@pytest.mark.parametrize(
+    "prefix", ["attention", "fused", "linear", "pointwise", "refusals", "sampler", "states", "executor"]
+)
 def test_kernels_match_float64(prefix: str, differences: dict[str, tuple[float | str, float, float]]) -> None:
     part = {name: values for name, values in differences.items() if name.startswith(prefix)}
     assert part

@@ -92,7 +92,7 @@ def test_without_triton_torch_is_used_after_a_warning(
 
 
 def test_a_program_that_no_kernel_computes_is_refused_by_name() -> None:
-    writers = (Writer(random.Random(seed), is_plain=True) for seed in range(20))
+    writers = (Writer(random.Random(seed)) for seed in range(20))
     refused = []
     for writer in writers:
         try:
@@ -115,12 +115,12 @@ def test_the_largest_steps_fit_the_memory_that_is_reserved_for_them(tmp_path: Pa
         assert set(results) == set(range(limits.max_rows)) and all(len(one.tokens) == 1 for one in results.values())
 
 
-def test_a_model_with_recurrent_states_is_computed_by_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_hybrid("plain", tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    with caplog.at_level(logging.INFO, "nano_inference"):
-        assert load_cuda_model(checkpoint, CPU, plain_kernels(), config_of(tmp_path)).code == "torch"
-    (line,) = (one.getMessage() for one in caplog.records)
-    assert line == "torch computes Qwen3_5ForCausalLM: the CUDA kernels do not support recurrent states"
-    with pytest.raises(ValueError, match=r"deterministic: .* do not support Qwen3_5ForCausalLM's"):
-        load_cuda_model(checkpoint, CPU, plain_kernels(), config_of(tmp_path, deterministic=True))
+def test_sizes_of_states_that_the_kernels_lack_are_refused(tmp_path: Path) -> None:
+    for name, fields, message in (
+        ("taps", {"linear_conv_kernel_dim": 17}, "Convolve: the CUDA kernels have at most 16 taps, not 17"),
+        ("keys", {"linear_key_head_dim": 257}, "GatedDelta: the CUDA kernels have keys of at most 256 values, not 257"),
+    ):
+        make_hybrid("equal-heads-tied", tmp_path / name, fields)
+        checkpoint = open_checkpoint(tmp_path / name)
+        with pytest.raises(ValueError, match=f"^{message}; kernels=off computes this model with torch$"):
+            load_cuda_model(checkpoint, CPU, plain_kernels(), config_of(tmp_path))

@@ -16,7 +16,7 @@ from nano_inference.executors.torch.attention import SdpaBackend
 from nano_inference.executors.torch.executor import TorchExecutor
 from nano_inference.loading.sources import TensorSource
 from tests.cuda.plain import plain_kernels
-from tests.executors.random_programs import MAX_LEN, Writer, random_steps, random_weights
+from tests.executors.random_programs import MAX_LEN, NUM_STATES, Writer, random_steps, random_weights
 from tests.executors.test_random_programs import BLOCK_SIZES, relative_difference
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 )
 def test_random_programs_agree_with_torch(seed: int, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusions, "FUSED_ROWS", 400 if seed % 2 else 0)
-    writer = Writer(random.Random(seed), most_head_norms=1, is_plain=True)
+    writer = Writer(random.Random(seed), most_head_norms=1)
     program, config = writer.program(), writer.config()
     weights = random_weights(program, torch.Generator().manual_seed(seed))
     limits = Limits(max_len=MAX_LEN, max_rows=4, max_tokens=400, is_deterministic=is_deterministic)
@@ -38,9 +38,11 @@ def test_random_programs_agree_with_torch(seed: int, is_deterministic: bool, mon
     steps, num_blocks = random_steps(random.Random(seed + 1000), program.vocab_size, block_size)
     for executor in (ours, plain):
         load_weights(executor, {name: TensorSource(weight) for name, weight in weights.items()})
-        executor.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size))
+        executor.cache.allocate(CacheSize(num_blocks=num_blocks, block_size=block_size, num_states=NUM_STATES))
     ours.store.k_LSKD.fill_(torch.nan)  # what no row wrote is never read
     ours.store.v_LSKD.fill_(torch.nan)
+    if ours.store.states is not None:
+        ours.store.states.slots_ZF.fill_(torch.nan)
     for rows, kept in steps:
         with torch.inference_mode():
             right = plain.hidden(rows, kept)

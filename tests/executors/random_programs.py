@@ -52,7 +52,6 @@ class Writer:
 
     rng: random.Random
     most_head_norms: int = 2
-    is_plain: bool = False  # without recurrent states and gated heads
 
     def __post_init__(self) -> None:
         rng = self.rng
@@ -63,7 +62,7 @@ class Writer:
         self.vocab_size = rng.randint(20, 70)
         self.padded = self.vocab_size + rng.choice((0, 0, 5))
         self.num_layers = rng.randint(1, 3)
-        some = {i for i in range(self.num_layers) if self.is_plain or self.chance()}
+        some = {i for i in range(self.num_layers) if self.chance()}
         self.attends = sorted({*some, rng.randrange(self.num_layers)})
         self.ropes = tuple(
             RopeConfig(
@@ -182,7 +181,7 @@ class Writer:
     def attention(self, index: int, keep: list[Op]) -> list[Op]:
         """Return attention: heads normalised and rotated in any order, values and heads optionally gated."""
         dim, num_kv, num_q = self.head_dim, self.num_kv * self.head_dim, self.num_heads * self.head_dim
-        is_gated = not self.is_plain and self.chance(0.4)
+        is_gated = self.chance(0.4)
         queries = {"qg": 2 * num_q} if is_gated else {"q": num_q}
         ops: list[Op] = [self.linear("n", self.size, queries | {"k": num_kv, "v": num_kv})]
         ops += [Unzip(x="qg", out=("q", "og"), widths=(dim, dim))] if is_gated else []

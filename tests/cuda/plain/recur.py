@@ -1,7 +1,7 @@
 """The launchers of `kernels.recur` in plain torch: float32 inside, rounded where the kernels round.
 
-Shapes: T tokens of the step, R rows, P parts of rows, Z slots, C channels, K taps, J = K - 1, H value heads, X key size, V
-value size, W width of a buffer, Y heads.
+Shapes: T tokens of the step, R rows, P parts of rows, Z slots, C channels, K taps, J = K - 1, H value heads, X key
+size, V value size, W width of a buffer, Y heads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.checks import check_convolution, check_delta, check_dtype, check_rows
+from nano_inference.executors.cuda.checks import check_convolution, check_delta, check_dtype, check_parts, check_rows
 from nano_inference.executors.cuda.records import States
 
 
@@ -101,11 +101,31 @@ def gated_delta(
     _write(state_ZHXV, torch.where(has_tokens_P, after_T.index_select(0, last_P), first_R[at.row_P]), states, at)
 
 
+def gated_delta_parts(
+    out_TW: Tensor,
+    qkv_TW: Tensor,
+    a_TH: Tensor,
+    b_TH: Tensor,
+    a_log_H: Tensor,
+    dt_bias_H: Tensor,
+    state_ZHXV: Tensor,
+    states: States,
+    position_T: Tensor,
+    solved_THQ: Tensor,
+    *,
+    is_tiled: bool,
+) -> None:
+    """Write what `gated_delta` writes."""
+    check_parts(solved_THQ, qkv_TW, *state_ZHXV.shape[1:3])
+    given = (a_TH, b_TH, a_log_H, dt_bias_H, state_ZHXV, states, position_T)
+    gated_delta(out_TW, qkv_TW, *given, is_tiled=is_tiled)
+
+
 def gated_norm(out_TW: Tensor, x_TW: Tensor, gate_TW: Tensor, weight_V: Tensor, eps: float) -> None:
     """Write `models.ops.GatedNorm`."""
     check_dtype("x", x_TW)
     check_rows(out=out_TW, x=x_TW, gate=gate_TW)
-    x_TYV, gate_TYV = (one.float().view(one.size(0), -1, weight_V.size(0)) for one in (x_TW, gate_TW))
+    x_TYV, gate_TYV = (one.float().unflatten(1, (-1, weight_V.size(0))) for one in (x_TW, gate_TW))
     x_TYV = (x_TYV * torch.rsqrt(x_TYV.square().mean(-1, keepdim=True) + eps)).to(out_TW.dtype).float()
     x_TYV = (x_TYV * weight_V.float()).to(out_TW.dtype).float()
     out_TW.copy_((x_TYV * (gate_TYV * _sigmoid(gate_TYV))).flatten(1))

@@ -121,6 +121,7 @@ class DecodeStep:
             groups=Groups(tensors.row_QX, tensors.shared_Q) if key.has_groups else None,
         )
         start_R, recurrent_R = tensors.start_R.narrow(0, 0, n + 1), self.slots.recurrent_S.narrow(0, 0, n)
+        states = States(start_R, start_R, recurrent_R, recurrent_R) if self.store.states else None
         return Pass(
             token_T=tensors.token_R,
             previous_T=tensors.previous_R,
@@ -130,7 +131,8 @@ class DecodeStep:
             store=self.store,
             parts=(part,),
             has_windows=not self.has_full_decode,
-            states=States(start_R, start_R, recurrent_R, recurrent_R) if self.store.states else None,
+            states=states,
+            serial=states,
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference.core.step import RowState
 from nano_inference.executors.cuda.launchers import AttentionKernels
-from nano_inference.executors.cuda.records import Cache, Groups, Partials, Rows, States, num_splits
+from nano_inference.executors.cuda.records import CHUNK, Cache, Groups, Partials, Rows, States, num_splits
 from nano_inference.executors.states import ends_of
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.executors.torch.store import KVStore
@@ -67,6 +67,8 @@ class Pass:
     parts: tuple[AttendPart, ...]
     has_windows: bool = True  # False: every token attends to all earlier keys
     states: States | None = None  # of a program with recurrent states
+    serial: States | None = None  # those of rows to compute token by token; None: no such rows
+    divided: States | None = None  # those of rows to compute in parts of up to `CHUNK` tokens
     most_tokens: int = 1  # of a row
 
     def state(self, index: int) -> Tensor:
@@ -158,6 +160,11 @@ def build_pass(
         table_RB[index, : len(piece.row.blocks)] = piece.row.blocks
     device = store.k_LSKD.device
     num_tokens = len(token_T)
+    states = states_of(rows, device) if store.states else None
+    serial, divided = states, None
+    if states is not None and not is_deterministic:
+        serial = states_of(rows[:num_decode], device) if num_decode else None
+        divided = states_of(rows[num_decode:], device, num_decode, CHUNK) if num_decode < len(rows) else None
     packed_4T = np.zeros((4, _padded(num_tokens, _ALIGNED)), np.int32)
     packed_4T[:, :num_tokens] = token_T, previous_T, position_T, row_T
     per_token_4T = torch.from_numpy(packed_4T).to(device).narrow(1, 0, num_tokens)
@@ -175,19 +182,27 @@ def build_pass(
         store=store,
         parts=tuple(parts),
         has_windows=has_windows,
-        states=_states(rows, device) if store.states else None,
+        states=states,
+        serial=serial,
+        divided=divided,
         most_tokens=max(len(row.tokens) for row in rows),
     )
 
 
-def _states(rows: Sequence[PassRow], device: torch.device) -> States:
-    parts, bounds, slots, sources = [0], [0], list[int](), list[int]()
+def states_of(rows: Sequence[PassRow], device: torch.device, first_token: int = 0, most: int | None = None) -> States:
+    """Return which slots rows use, whose tokens follow each other from `first_token` on.
+
+    A part ends at each write, and, with `most`, at the positions that this number divides.
+    """
+    parts, bounds, slots, sources = [0], [first_token], list[int](), list[int]()
     for row in rows:
         assert row.state is not None, "a row without slots"
-        first = bounds[-1]
+        offset, position = bounds[-1] - row.start, row.start
         for end, slot in ends_of(row.state, row.start + len(row.tokens)):
-            bounds.append(first + end - row.start)
-            slots.append(slot)
+            between = range(position // most * most + most, end, most) if most else ()
+            bounds += [*(offset + place for place in between), offset + end]
+            slots += [*(-1 for _ in between), slot]
+            position = end
         parts.append(len(slots))
         sources.append(row.state.source)
     lists = (parts, bounds, slots, sources)

@@ -24,6 +24,7 @@ MOST_SPLIT_ROWS = 256  # most tokens of a product whose ranges are computed by d
 TILE_OUT, TILE_IN = 32, 128  # outputs and inputs of a tile of `MOST_ROWS` tokens
 PROGRAMS = 264  # programs to aim at: two for each of a Hopper GPU's 132 multiprocessors
 _FEWEST_IN = 256
+CHUNK, MOST_PART_KEYS = 64, 128  # tokens of a part that is computed at once, and values of its keys
 
 
 class Cache(NamedTuple):
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class States(NamedTuple):
-    """The slots of recurrent states that rows use (`core.step.RowState`); int32. A row is computed in parts, in order."""
+    """The slots of recurrent states that rows use (`core.step.RowState`); int32. A row is computed in parts."""
 
     part_R: Tensor  # each row's first part, [R + 1]; the last entry is P
     bound_P: Tensor  # each part's first token, [P + 1]; the last entry is T

@@ -183,6 +183,159 @@ def advance_state(
 
 
 @triton.jit
+def product(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return a b in float32, by three products of its parts on tensor cores."""
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def unit_rows(
+    place_T: tl.tensor, stride: tl.tensor, token_Q: tl.tensor, valid_Q: tl.tensor, X: tl.constexpr, N: tl.constexpr
+) -> tl.tensor:
+    """Return the key or query of each token, divided by its length; zeros for tokens that are not valid."""
+    key_N = tl.arange(0, N)
+    x_QN = tl.load(
+        place_T + token_Q.to(tl.int64)[:, None] * stride + key_N[None, :],
+        mask=valid_Q[:, None] & (key_N < X)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    return x_QN * tl.rsqrt(tl.sum(x_QN * x_QN, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def rates(
+    a_TH: tl.tensor, b_TH: tl.tensor, a_log_H: tl.tensor, dt_bias_H: tl.tensor, a_stride: tl.tensor, b_stride: tl.tensor,
+    head: tl.tensor, token_Q: tl.tensor, valid_Q: tl.tensor,
+) -> tl.tuple:  # fmt: skip
+    """Return g and beta of each token; zeros for tokens that are not valid."""
+    at_Q = token_Q.to(tl.int64)
+    a_Q = tl.load(a_TH + at_Q * a_stride + head, mask=valid_Q, other=0.0).to(tl.float32)
+    b_Q = tl.load(b_TH + at_Q * b_stride + head, mask=valid_Q, other=0.0).to(tl.float32)
+    g_Q = -tl.exp(tl.load(a_log_H + head)) * softplus(a_Q + tl.load(dt_bias_H + head))
+    return tl.where(valid_Q, g_Q, 0.0), tl.where(valid_Q, rounded(sigmoid(b_Q), b_TH), 0.0)
+
+
+@triton.jit
+def solve_part(
+    qkv_TW: tl.tensor,
+    a_TH: tl.tensor,
+    b_TH: tl.tensor,
+    a_log_H: tl.tensor,
+    dt_bias_H: tl.tensor,
+    solved_THQ: tl.tensor,
+    bound_P: tl.tensor,
+    qkv_stride: tl.tensor,
+    a_stride: tl.tensor,
+    b_stride: tl.tensor,
+    num_keys: tl.tensor,
+    X: tl.constexpr,
+    N: tl.constexpr,
+    Q: tl.constexpr,
+    IS_TILED: tl.constexpr,
+) -> None:
+    """Write the inverse of I + A of `advance_parts` for a part of at most Q tokens. Grid: (H, P)."""
+    begin_kernel()
+    head, part, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    key_head = head % num_keys if IS_TILED else head // (num_heads // num_keys)
+    begin, place_Q = tl.load(bound_P + part), tl.arange(0, Q)
+    token_Q, valid_Q = begin + place_Q, begin + place_Q < tl.load(bound_P + part + 1)
+    k_QN = unit_rows(qkv_TW + (num_keys + key_head) * X, qkv_stride, token_Q, valid_Q, X, N)
+    g_Q, beta_Q = rates(a_TH, b_TH, a_log_H, dt_bias_H, a_stride, b_stride, head, token_Q, valid_Q)
+    c_Q = tl.cumsum(g_Q, 0)
+    is_below_QQ = place_Q[:, None] > place_Q[None, :]
+    decay_QQ = tl.exp(tl.where(is_below_QQ, c_Q[:, None] - c_Q[None, :], 0.0))
+    found_QQ = tl.where(is_below_QQ, -beta_Q[:, None] * decay_QQ * product(k_QN, tl.trans(k_QN)), 0.0)
+    for index in range(1, Q):  # row by row: those above are solved
+        is_row_Q1 = (place_Q == index)[:, None]
+        row_Q = tl.sum(tl.where(is_row_Q1, found_QQ, 0.0), 0)
+        row_Q += tl.sum(row_Q[:, None] * found_QQ, 0)
+        found_QQ = tl.where(is_row_Q1, row_Q[None, :], found_QQ)
+    found_QQ = tl.where(place_Q[:, None] == place_Q[None, :], 1.0, found_QQ)
+    at_Q = (token_Q.to(tl.int64) * num_heads + head) * Q
+    tl.store(solved_THQ + at_Q[:, None] + place_Q[None, :], found_QQ, mask=valid_Q[:, None])
+
+
+@triton.jit
+def advance_parts(
+    qkv_TW: tl.tensor,
+    a_TH: tl.tensor,
+    b_TH: tl.tensor,
+    a_log_H: tl.tensor,
+    dt_bias_H: tl.tensor,
+    solved_THQ: tl.tensor,
+    out_TW: tl.tensor,
+    state_ZHXV: tl.tensor,
+    part_R: tl.tensor,
+    bound_P: tl.tensor,
+    slot_P: tl.tensor,
+    source_R: tl.tensor,
+    position_T: tl.tensor,
+    qkv_stride: tl.tensor,
+    a_stride: tl.tensor,
+    b_stride: tl.tensor,
+    out_stride: tl.tensor,
+    slot_stride: tl.tensor,
+    num_keys: tl.tensor,
+    v_size: tl.tensor,
+    scale: tl.tensor,
+    X: tl.constexpr,
+    N: tl.constexpr,
+    B: tl.constexpr,
+    Q: tl.constexpr,
+    IS_TILED: tl.constexpr,
+) -> None:
+    """Apply the gated delta rule to some columns of a head's state, a part at a time. Grid: (blocks of columns, H, R).
+
+    With c the sums of g up to each token, U = beta (v - what the state holds under k before that token) solves
+    (I + A) U = beta (v - exp(c) k S) with A[i, j] = beta_i exp(c_i - c_j) k_i·k_j below the diagonal (arXiv 2412.06464,
+    section 3.3).
+    """
+    begin_kernel()
+    column_B, head, row = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    key_head = head % num_keys if IS_TILED else head // (num_heads // num_keys)
+    key_N, place_Q = tl.arange(0, N), tl.arange(0, Q)
+    first, last = tl.load(part_R + row), tl.load(part_R + row + 1)
+    state_ZHXV += head * X * v_size
+    at_NB = key_N[:, None] * v_size + column_B[None, :]
+    num_read = tl.where(tl.load(position_T + tl.load(bound_P + first)) > 0, v_size, 0)
+    S_NB = tl.load(
+        state_ZHXV + tl.load(source_R + row).to(tl.int64) * slot_stride + at_NB,
+        mask=(key_N < X)[:, None] & (column_B < num_read)[None, :],
+        other=0.0,
+    )
+    for part in range(first, last):
+        begin = tl.load(bound_P + part)
+        token_Q, valid_Q = begin + place_Q, begin + place_Q < tl.load(bound_P + part + 1)
+        valid_QB = valid_Q[:, None] & (column_B < v_size)[None, :]
+        q_QN = unit_rows(qkv_TW + key_head * X, qkv_stride, token_Q, valid_Q, X, N) * scale
+        k_QN = unit_rows(qkv_TW + (num_keys + key_head) * X, qkv_stride, token_Q, valid_Q, X, N)
+        v_place = qkv_TW + 2 * num_keys * X + head * v_size + column_B
+        v_QB = tl.load(v_place[None, :] + token_Q.to(tl.int64)[:, None] * qkv_stride, mask=valid_QB, other=0.0)
+        g_Q, beta_Q = rates(a_TH, b_TH, a_log_H, dt_bias_H, a_stride, b_stride, head, token_Q, valid_Q)
+        c_Q, total = tl.cumsum(g_Q, 0), tl.sum(g_Q, 0)
+        at_Q = (token_Q.to(tl.int64) * num_heads + head) * Q
+        solved_QQ = tl.load(solved_THQ + at_Q[:, None] + place_Q[None, :], mask=valid_Q[:, None], other=0.0)
+        grown_Q1 = tl.exp(c_Q)[:, None]
+        U_QB = product(solved_QQ, beta_Q[:, None] * (v_QB.to(tl.float32) - grown_Q1 * product(k_QN, S_NB)))
+        is_seen_QQ = place_Q[:, None] >= place_Q[None, :]
+        decay_QQ = tl.exp(tl.where(is_seen_QQ, c_Q[:, None] - c_Q[None, :], 0.0))
+        seen_QQ = tl.where(is_seen_QQ, decay_QQ * product(q_QN, tl.trans(k_QN)), 0.0)
+        out_QB = grown_Q1 * product(q_QN, S_NB) + product(seen_QQ, U_QB)
+        out_place = out_TW + token_Q.to(tl.int64)[:, None] * out_stride + head * v_size + column_B[None, :]
+        tl.store(out_place, out_QB.to(out_TW.dtype.element_ty), mask=valid_QB)
+        left_Q1 = tl.exp(total - c_Q)[:, None]
+        S_NB = tl.exp(total) * S_NB + product(tl.trans(k_QN * left_Q1), U_QB)
+        slot = tl.load(slot_P + part)
+        num_written = tl.where(slot >= 0, v_size, 0)
+        tl.store(
+            state_ZHXV + slot.to(tl.int64) * slot_stride + at_NB,
+            S_NB,
+            mask=(key_N < X)[:, None] & (column_B < num_written)[None, :],
+        )
+
+
+@triton.jit
 def gated_norm_heads(
     x_TW: tl.tensor,
     gate_TW: tl.tensor,
