@@ -16,7 +16,8 @@ from nano_inference.executors.cuda.records import States
 
 
 class _Places(NamedTuple):
-    row_T: Tensor
+    row_T: Tensor  # of other tokens than the rows', any
+    is_own_T: Tensor  # tokens of the rows, except those of skipped rows
     begin_R: Tensor  # each row's first token
     row_P: Tensor
     count_P: Tensor  # tokens of the row up to the end of each part
@@ -53,8 +54,8 @@ def convolve(
         sum_TC += weight_CK[:, tap] * inputs(at.row_T, token_T - at.begin_R[at.row_T] - num_past + tap)
     sum_TC = sum_TC.to(out_TC.dtype).float()
     after_PJC = torch.stack([inputs(at.row_P, at.count_P - num_past + j) for j in range(num_past)], dim=1)
-    is_live_T1 = at.is_live_R[at.row_T].unsqueeze(-1)
-    out_TC.copy_(torch.where(is_live_T1, (sum_TC * _sigmoid(sum_TC)).to(out_TC.dtype), out_TC))
+    is_own_T1 = at.is_own_T.unsqueeze(-1)
+    out_TC.copy_(torch.where(is_own_T1, (sum_TC * _sigmoid(sum_TC)).to(out_TC.dtype), out_TC))
     _write(state_ZJC, after_PJC, states, at)
 
 
@@ -79,7 +80,7 @@ def gated_delta(
     before_R = torch.where(at.has_past_R.view(-1, 1, 1, 1), state_ZHXV.index_select(0, at.source_R), 0.0)
     after_T = torch.empty(num_tokens, *state_ZHXV.shape[1:], device=out_TW.device)
     for token in range(num_tokens):  # one at a time: a token's operations do not depend on others
-        row_1 = at.row_T[token : token + 1]
+        row_1, is_own_1 = at.row_T[token : token + 1], at.is_own_T[token : token + 1]
         q_KX, k_KX = (qkv_TW[token, start : start + keys].float().view(num_keys, k_dim) for start in (0, keys))
         q_HX, k_HX = (
             one.repeat(each, 1) if is_tiled else one.repeat_interleave(each, 0)
@@ -88,11 +89,13 @@ def gated_delta(
         v_HV = qkv_TW[token, 2 * keys :].float().view(num_heads, v_dim)
         decay_H = torch.exp(-torch.exp(a_log_H) * torch.nn.functional.softplus(a_TH[token].float() + dt_bias_H))
         beta_H = _sigmoid(b_TH[token].float()).to(b_TH.dtype).float()
-        S_HXV = before_R.index_select(0, row_1)[0] * decay_H.view(-1, 1, 1)
+        before_HXV = before_R.index_select(0, row_1)[0]
+        S_HXV = before_HXV * decay_H.view(-1, 1, 1)
         d_HV = (v_HV - (S_HXV * k_HX.unsqueeze(-1)).sum(1)) * beta_H.unsqueeze(-1)
         S_HXV = S_HXV + k_HX.unsqueeze(-1) * d_HV.unsqueeze(1)
         out_W = (S_HXV * q_HX.unsqueeze(-1)).sum(1).flatten().to(out_TW.dtype)
-        out_TW[token].copy_(torch.where(at.is_live_R.index_select(0, row_1), out_W, out_TW[token]))
+        out_TW[token].copy_(torch.where(is_own_1, out_W, out_TW[token]))
+        S_HXV = torch.where(is_own_1, S_HXV, before_HXV)
         before_R.index_copy_(0, row_1, S_HXV.unsqueeze(0))
         after_T[token].copy_(S_HXV)
     first_R = torch.where(at.has_past_R.view(-1, 1, 1, 1), state_ZHXV.index_select(0, at.source_R), 0.0)
@@ -158,12 +161,13 @@ def _places(states: States, position_T: Tensor, num_tokens: int) -> _Places:
     part_R, bound_P, source_R = (one.long() for one in (states.part_R, states.bound_P, states.source_R))
     row_bound_R = bound_P.index_select(0, part_R)
     token_T, part_P = (torch.arange(n, device=part_R.device) for n in (num_tokens, states.slot_P.size(0)))
-    row_T = torch.searchsorted(row_bound_R[1:].contiguous(), token_T, right=True)
+    row_T = torch.searchsorted(row_bound_R[1:].contiguous(), token_T, right=True).clamp(max=source_R.size(0) - 1)
     row_P = torch.searchsorted(part_R[1:].contiguous(), part_P, right=True)
     begin_R = row_bound_R[:-1]
     position_R = position_T.index_select(0, begin_R)
     count_P = bound_P[1:] - begin_R.index_select(0, row_P)
-    return _Places(row_T, begin_R, row_P, count_P, position_R >= 0, position_R > 0, source_R.clamp(min=0))
+    is_own_T = (token_T >= row_bound_R[0]) & (token_T < row_bound_R[-1]) & (position_R >= 0).index_select(0, row_T)
+    return _Places(row_T, is_own_T, begin_R, row_P, count_P, position_R >= 0, position_R > 0, source_R.clamp(min=0))
 
 
 def _write(state_Z: Tensor, after_P: Tensor, states: States, at: _Places) -> None:

@@ -204,8 +204,8 @@ def unit_rows(
 
 @triton.jit
 def rates(
-    a_TH: tl.tensor, b_TH: tl.tensor, a_log_H: tl.tensor, dt_bias_H: tl.tensor, a_stride: tl.tensor, b_stride: tl.tensor,
-    head: tl.tensor, token_Q: tl.tensor, valid_Q: tl.tensor,
+    a_TH: tl.tensor, b_TH: tl.tensor, a_log_H: tl.tensor, dt_bias_H: tl.tensor, a_stride: tl.tensor,
+    b_stride: tl.tensor, head: tl.tensor, token_Q: tl.tensor, valid_Q: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
     """Return g and beta of each token; zeros for tokens that are not valid."""
     at_Q = token_Q.to(tl.int64)
