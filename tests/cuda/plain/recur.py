@@ -76,28 +76,30 @@ def gated_delta(
     num_keys, num_tokens = check_delta(out_TW, qkv_TW, a_TH, b_TH, state_ZHXV), qkv_TW.size(0)
     _, num_heads, k_dim, v_dim = state_ZHXV.shape
     at = _places(states, position_T, num_tokens)
-    keys, each = num_keys * k_dim, num_heads // num_keys
+    each = num_heads // num_keys
+    qk_T2KX = qkv_TW[:, : 2 * num_keys * k_dim].float().view(num_tokens, 2, num_keys, k_dim)
+    qk_T2KX = qk_T2KX * torch.rsqrt((qk_T2KX * qk_T2KX).sum(-1, keepdim=True) + 1e-6)
+    qk_T2HX = qk_T2KX.repeat(1, 1, each, 1) if is_tiled else qk_T2KX.repeat_interleave(each, 2)
+    q_THX1, k_THX1 = (qk_T2HX[:, index].unsqueeze(-1) for index in range(2))
+    q_THX1 = q_THX1 * k_dim**-0.5
+    v_THV = qkv_TW[:, 2 * num_keys * k_dim :].float().view(num_tokens, num_heads, v_dim)
+    decay_TH11 = torch.exp(-torch.exp(a_log_H) * _softplus(a_TH.float() + dt_bias_H)).view(num_tokens, num_heads, 1, 1)
+    beta_TH1 = _sigmoid(b_TH.float()).to(b_TH.dtype).float().unsqueeze(-1)
+    is_own_T1 = at.is_own_T.unsqueeze(-1)
     before_R = torch.where(at.has_past_R.view(-1, 1, 1, 1), state_ZHXV.index_select(0, at.source_R), 0.0)
     after_T = torch.empty(num_tokens, *state_ZHXV.shape[1:], device=out_TW.device)
-    for token in range(num_tokens):  # one at a time: a token's operations do not depend on others
-        row_1, is_own_1 = at.row_T[token : token + 1], at.is_own_T[token : token + 1]
-        q_KX, k_KX = (qkv_TW[token, start : start + keys].float().view(num_keys, k_dim) for start in (0, keys))
-        q_HX, k_HX = (
-            one.repeat(each, 1) if is_tiled else one.repeat_interleave(each, 0)
-            for one in (_unit(q_KX) * k_dim**-0.5, _unit(k_KX))
-        )
-        v_HV = qkv_TW[token, 2 * keys :].float().view(num_heads, v_dim)
-        decay_H = torch.exp(-torch.exp(a_log_H) * torch.nn.functional.softplus(a_TH[token].float() + dt_bias_H))
-        beta_H = _sigmoid(b_TH[token].float()).to(b_TH.dtype).float()
-        before_HXV = before_R.index_select(0, row_1)[0]
-        S_HXV = before_HXV * decay_H.view(-1, 1, 1)
-        d_HV = (v_HV - (S_HXV * k_HX.unsqueeze(-1)).sum(1)) * beta_H.unsqueeze(-1)
-        S_HXV = S_HXV + k_HX.unsqueeze(-1) * d_HV.unsqueeze(1)
-        out_W = (S_HXV * q_HX.unsqueeze(-1)).sum(1).flatten().to(out_TW.dtype)
-        out_TW[token].copy_(torch.where(is_own_1, out_W, out_TW[token]))
-        S_HXV = torch.where(is_own_1, S_HXV, before_HXV)
-        before_R.index_copy_(0, row_1, S_HXV.unsqueeze(0))
-        after_T[token].copy_(S_HXV)
+    size = num_tokens if num_tokens == at.source_R.size(0) else 1  # tokens at a time: all of them are of different rows
+    for start in range(0, num_tokens, size):
+        own, row_N = slice(start, start + size), at.row_T[start : start + size]
+        before_NHXV = before_R.index_select(0, row_N)
+        S_NHXV = before_NHXV * decay_TH11[own]
+        d_NHV = (v_THV[own] - (S_NHXV * k_THX1[own]).sum(2)) * beta_TH1[own]
+        S_NHXV = S_NHXV + k_THX1[own] * d_NHV.unsqueeze(2)
+        out_NW = (S_NHXV * q_THX1[own]).sum(2).flatten(1).to(out_TW.dtype)
+        out_TW[own].copy_(torch.where(is_own_T1[own], out_NW, out_TW[own]))
+        S_NHXV = torch.where(is_own_T1[own, :, None, None], S_NHXV, before_NHXV)
+        before_R.index_copy_(0, row_N, S_NHXV)
+        after_T[own].copy_(S_NHXV)
     first_R = torch.where(at.has_past_R.view(-1, 1, 1, 1), state_ZHXV.index_select(0, at.source_R), 0.0)
     last_P = (at.begin_R[at.row_P] + at.count_P - 1).clamp(min=0)
     has_tokens_P = (at.count_P > 0).view(-1, 1, 1, 1)
@@ -153,8 +155,11 @@ def _sigmoid(x: Tensor) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-x))
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+def _softplus(x: Tensor) -> Tensor:
+    power = torch.exp(x.clamp(max=20.0))
+    total = 1.0 + power
+    log = torch.where(total == 1.0, power, torch.log(total) * power / torch.where(total == 1.0, 1.0, total - 1.0))
+    return torch.where(x > 20.0, x, log)
 
 
 def _places(states: States, position_T: Tensor, num_tokens: int) -> _Places:
