@@ -6,8 +6,8 @@ Random weights and ids, in the shape of a Qwen3.5 with fewer layers and as many 
 beside the same with the rule replaced by a copy of the values: a token of 1 and of 16 sequences, and a prompt of 256
 tokens. Sequences of decode steps have states of their own, in turn; the state of one is 1 MiB (0.8B) or 2 MiB (4B) a
 layer. Then, unless --alone, the same in Transformers and, if `xllamacpp` is installed, in llama.cpp's server, all in
-float32; there a decode step is 1/32 of what 33 tokens cost more than one. Medians in ms, of CPU time with one thread; the
-contenders take turns.
+float32; there a decode step is 1/32 of what 33 tokens cost more than one. Medians in ms, of CPU time with one thread;
+the contenders take turns.
 """
 
 from __future__ import annotations

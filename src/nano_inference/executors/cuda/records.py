@@ -1,8 +1,8 @@
 """Arguments that the CUDA kernels and their plain counterparts share: attention, states, head norms, products.
 
 Shapes: T tokens of the step, R rows, H heads, J kv heads, D head size, S slots of the cache, B blocks per row,
-N splits, P parts of rows, Q tiles of rows that share a prefix, X rows per tile, W width of a buffer, K inputs of a product,
-L positions, F rotary size / 2.
+N splits, P parts of rows, Q tiles of rows that share a prefix, X rows per tile, W width of a buffer, K inputs of a
+product, L positions, F rotary size / 2.
 """
 
 from __future__ import annotations
