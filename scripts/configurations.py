@@ -15,12 +15,14 @@ import torch
 
 from nano_inference.executors.cuda.checks import DTYPES, MOST_KEYS
 from nano_inference.executors.cuda.kernels import (
+    adapt,
     advance,
     attend,
     attention,
     delta,
     fused,
     linear,
+    lowrank,
     multiply,
     operate,
     pointwise,
@@ -52,6 +54,9 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("state_ZJC", "state_ZHXV", "solved_THQ", "a_log_H", "dt_bias_H"), "*fp32"),
         **dict.fromkeys(("part_R", "bound_P", "slot_P", "source_R", "column_W"), "*i32"),
         **dict.fromkeys(("a_1", "b_1", "share_1"), "*fp32"),
+        **dict.fromkeys(("a_XMRK", "b_XNR"), "*P"),
+        **dict.fromkeys(("rank_XM", "index_T", "start_M"), "*i32"),
+        **dict.fromkeys(("low_TMR", "scale_XM"), "*fp32"),
         **dict.fromkeys(("eps", "offset"), "fp32"),
         **dict.fromkeys(("row_T", "token_T", "previous_T"), "*i32"),
         **dict.fromkeys(("work_BV", "best_BN", "raw_best_BN", "temperature_S", "bias_PV"), "*fp32"),
@@ -243,10 +248,12 @@ def _blocks() -> Iterator[Configuration]:
 
 
 def _states() -> Iterator[Configuration]:
-    """Kernels of layers with recurrent states."""
+    """Kernels of adapters, and of layers with recurrent states."""
     sizes = [1 << power for power in range(4, MOST_KEYS.bit_length())]
     for dtype in DTYPES:
         traits = {"dtype": TYPE_NAMES[dtype]}
+        yield Configuration(lowrank.shrink_row, adapt.shrink_variant(), traits)
+        yield Configuration(lowrank.expand_block, adapt.expand_variant(), traits)
         for taps, most_tokens in product((2, 4), (1, 2)):
             more = {**traits, "taps": str(taps), "tokens": str(most_tokens)}
             yield Configuration(delta.convolve_row, recur.convolve_variant(taps, most_tokens), more)

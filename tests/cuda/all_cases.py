@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tests.cuda import (
+    adapter_cases,
     attention_cases,
     fused_cases,
     linear_cases,
@@ -18,6 +19,7 @@ from tests.cuda.case import Case
 
 def all_cases() -> Iterator[Case]:
     """Yield the cases of every launcher."""
+    yield from adapter_cases.cases()
     yield from attention_cases.cases()
     yield from fused_cases.cases()
     yield from linear_cases.cases()

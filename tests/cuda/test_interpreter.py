@@ -40,7 +40,7 @@ def differences(
 
 
 @pytest.mark.parametrize(
-    "prefix", ["attention", "fused", "linear", "pointwise", "refusals", "sampler", "states", "executor"]
+    "prefix", ["adapters", "attention", "fused", "linear", "pointwise", "refusals", "sampler", "states", "executor"]
 )
 def test_kernels_match_float64(prefix: str, differences: dict[str, tuple[float | str, float, float]]) -> None:
     part = {name: values for name, values in differences.items() if name.startswith(prefix)}

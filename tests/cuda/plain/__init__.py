@@ -9,6 +9,6 @@ from nano_inference.executors.cuda.launchers import Kernels
 
 def plain_kernels() -> Kernels:
     """Return the implementation in plain torch, for any device."""
-    from tests.cuda.plain import attend, multiply, operate, recur, sample
+    from tests.cuda.plain import adapt, attend, multiply, operate, recur, sample
 
-    return Kernels(attend, operate, multiply, recur, sample, has_fixed_heads=False)
+    return Kernels(attend, operate, multiply, recur, adapt, sample, has_fixed_heads=False)

@@ -16,6 +16,7 @@ from nano_inference.executors.cuda.records import (
     RATIOS,
     Cache,
     Groups,
+    LowRankStack,
     NewHeads,
     RangeMemory,
     group_rows,
@@ -111,6 +112,17 @@ def check_product(out_TN: Tensor, x_TK: Tensor, weight_NK: Tensor, memory: Range
     needed, given = num_sums(num_tokens, num_out, num_in), memory.part_ZTN.numel()
     if given < needed:
         raise ValueError(f"part_ZTN must have {needed} values, got {given}")
+
+
+def check_adapters(out_TN: Tensor, x_TK: Tensor, stack: LowRankStack, index_T: Tensor) -> None:
+    check_dtype("x", x_TK)
+    check_rows(out=out_TN, x=x_TK)
+    given = (out_TN.size(1), x_TK.size(1), index_T.size(0))
+    needed = (stack.b_XNR.size(1), stack.a_XMRK.size(3), x_TK.size(0))
+    if given != needed:
+        raise ValueError(f"outputs, inputs and indices must be {needed}, got {given}")
+    if x_TK.size(0) > stack.low_TMR.size(0):
+        raise ValueError(f"at most {stack.low_TMR.size(0)} tokens, got {x_TK.size(0)}")
 
 
 def check_taps(taps: int) -> None:

@@ -32,6 +32,7 @@ class StepKey(NamedTuple):
     has_cut: bool  # a row truncates
     has_tops: bool  # a row wants its most probable tokens
     has_groups: bool  # rows share prefixes
+    has_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,7 @@ class DecodeStep:
             has_windows=not self.has_full_decode,
             states=states,
             serial=states,
+            adapter_T=self.slots.adapter_S.narrow(0, 0, n) if key.has_adapters else None,
         )
 
 

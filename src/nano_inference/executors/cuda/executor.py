@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nano_inference.core.step import BlockCopy, Launch, Row, RowResult, RowState
 from nano_inference.executors.batch import Rows
+from nano_inference.executors.cuda.adapters import AdapterStacks
 from nano_inference.executors.cuda.decode import CapturedStepper, EagerStepper, StepKey, Stepper
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.memory import Limits, StepMemory, check_program
@@ -32,8 +33,10 @@ from nano_inference.executors.protocol import CacheSize, Executor
 from nano_inference.executors.sampling import WHOLE
 from nano_inference.executors.step import InferenceMode, Result, run_step
 from nano_inference.executors.step_input import ForwardInput
+from nano_inference.executors.torch.adapters import Pairs
 from nano_inference.executors.torch.executor import torch_cache
 from nano_inference.executors.torch.store import KVStore
+from nano_inference.loading.adapters import Adapter
 from nano_inference.models.config import ModelConfig
 from nano_inference.models.program import Program
 from nano_inference.types import SamplingParams
@@ -92,6 +95,7 @@ class CudaExecutor(Executor):
         self._kernels, self._limits, self._stepper, self._ranks = kernels, limits, stepper, ranks
         self._mode = InferenceMode()
         self._made = Made()
+        self._adapters = AdapterStacks(program, self.device, dtype, limits.max_tokens, self._made.drop_windows)
         self.weights = LiveCudaWeights(program, self.device, dtype, self._made.drop)
         self.cache = torch_cache(program, self.device, dtype, self._made.drop_windows)
 
@@ -161,18 +165,31 @@ class CudaExecutor(Executor):
                 raise
             raise MemoryError("a step needs more memory than there is") from error
 
+    def stage_adapter(self, adapter: Adapter) -> Pairs:
+        return self._adapters.stage(adapter)
+
+    def commit_adapter(self, number: int, staged: Pairs) -> None:
+        self._adapters.commit(number, staged)
+
+    def drop_adapter(self, number: int) -> None:
+        self._adapters.drop(number)
+
     def recover(self) -> None:
         self._mode.recover()
         self._made.drop_windows()
 
     def hidden(self, rows: Rows, kept: Sequence[int], *, windows: bool = True) -> Tensor:
         """Return the residual [K, E] in memory that the next pass overwrites."""
-        step = self._pass(rows, self.store, has_windows=windows)
-        return self._hidden(step, kept)
+        return self._hidden(self._pass(rows, self.store, has_windows=windows), kept)
 
     def _pass(self, rows: Sequence[PassRow], store: KVStore, *, has_windows: bool = True) -> Pass:
         is_deterministic = self._limits.is_deterministic
-        return build_pass(rows, store, self.memory.partials, has_windows=has_windows, is_deterministic=is_deterministic)
+        step = build_pass(rows, store, self.memory.partials, has_windows=has_windows, is_deterministic=is_deterministic)
+        numbers = [row.adapter for row in rows for _ in row.tokens]
+        if not any(numbers):
+            return step
+        place_T = torch.tensor(self._adapters.places(numbers), dtype=torch.int32).to(self.device)
+        return replace(step, adapter_T=place_T)
 
     def _hidden(self, step: Pass, kept: Sequence[int]) -> Tensor:
         body, registers, size = self.memory.parts.body, self.memory.registers, step.token_T.size(0)
@@ -182,6 +199,8 @@ class CudaExecutor(Executor):
             kept_K = torch.tensor(kept, dtype=torch.long).to(self.device)
             for register in body.kept:
                 registers.rows(register, len(kept)).copy_(registers.rows(register, size)[kept_K])
+            if step.adapter_T is not None:
+                step = replace(step, adapter_T=step.adapter_T[kept_K])
         for launch in body.launches[body.keep_after :]:
             launch(step, len(kept))
         return registers.read(body.result, len(kept))
@@ -193,7 +212,7 @@ class CudaExecutor(Executor):
         return self._of_rows(self.memory.parts.final, hidden_SE)
 
     def logits(self, hidden_SE: Tensor, adapters: Sequence[int] = ()) -> Tensor:
-        assert not adapters, "rows with adapters need stage_adapter"
+        """Return the logits; adapters have none of the head's matrices."""
         logits_SV = self._of_rows(self.memory.parts.logits, hidden_SE).float()
         cap = self.memory.parts.logits.softcap
         if cap is not None:
@@ -230,7 +249,9 @@ class CudaExecutor(Executor):
         """Return the memory of the steps; it is allocated when it is first needed after the weights."""
         if self._made.memory is None:
             weights = self.weights.model.weights
-            self._made.memory = StepMemory(self.program, weights, self._kernels, self._limits, self.dtype, self._ranks)
+            self._made.memory = StepMemory(
+                self.program, weights, self._kernels, self._limits, self.dtype, self._adapters, self._ranks
+            )
         return self._made.memory
 
     @property

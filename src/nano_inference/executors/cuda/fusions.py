@@ -73,6 +73,8 @@ def _product(state: Lowering, chain: Sequence[ops.Op], given: Mapping[str, Colum
     assert not {x.register, more.register}.intersection((total.register, out)) and out != total.register
 
     def run(step: Pass | None, n: int) -> bool:
+        if step is not None and step.adapter_T is not None:
+            return False
         registers = machine.registers
         summed = SumNorm(
             x_TK=registers.read(x, n),

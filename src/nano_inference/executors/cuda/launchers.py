@@ -19,6 +19,7 @@ from nano_inference.executors.cuda.records import (
     Cache,
     Groups,
     HeadNorms,
+    LowRankStack,
     NewHeads,
     Partials,
     RangeMemory,
@@ -208,6 +209,13 @@ class ProductKernels(Protocol):
         """Write a sum, and the product of its norm, or its activation: `norm`, `multiply` and `activate`."""
 
 
+class AdapterKernels(Protocol):
+    """What the adapters of rows add to a projection."""
+
+    def add_adapters(self, out_TN: Tensor, x_TK: Tensor, stack: LowRankStack, index_T: Tensor) -> None:
+        """Add s · (x Aᵀ) Bᵀ to the outputs of each token; `index_T` are the places of adapters, negative for none."""
+
+
 class SamplingKernels(Protocol):
     """Both ends of a decode step: from slots to the inputs of the model, and from logits to slots."""
 
@@ -274,6 +282,7 @@ class Kernels:
     operate: OperationKernels
     multiply: ProductKernels
     recur: StateKernels
+    adapt: AdapterKernels
     sample: SamplingKernels
     has_fixed_heads: bool = True  # attention supports `records.RATIOS` and `records.HEAD_DIMS` only
 
@@ -282,6 +291,6 @@ def triton_kernels() -> Kernels:
     """Return the Triton kernels. Raises `ValueError` if Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError("CUDA kernels need Triton: pip install 'nano-inference[cuda]'")
-    from nano_inference.executors.cuda.kernels import attend, multiply, operate, recur, sample
+    from nano_inference.executors.cuda.kernels import adapt, attend, multiply, operate, recur, sample
 
-    return Kernels(attend, operate, multiply, recur, sample)
+    return Kernels(attend, operate, multiply, recur, adapt, sample)

@@ -132,7 +132,11 @@ def _linear(state: Lowering, op: ops.Linear, live: frozenset[str]) -> None:
     out = state.place(op.out, op.widths)
 
     def run(step: Pass | None, n: int) -> None:
-        multiply(machine, machine.registers.rows(out, n), machine.registers.read(x, n), weight_NK, bias_N)
+        out_TN, x_TK = machine.registers.rows(out, n), machine.registers.read(x, n)
+        multiply(machine, out_TN, x_TK, weight_NK, bias_N)
+        if step is not None and step.adapter_T is not None:
+            adapter_T = step.adapter_T.narrow(0, 0, n)
+            machine.kernels.adapt.add_adapters(out_TN, x_TK, machine.adapters.of(op), adapter_T)
 
     state.launches.append(run)
 

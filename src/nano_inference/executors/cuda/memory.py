@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.core.step import DrawExtras, Row, RowResult
+from nano_inference.executors.cuda.adapters import AdapterStacks
 from nano_inference.executors.cuda.checks import check_heads
 from nano_inference.executors.cuda.decode import DecodeStep, StepTensors, step_tensors
 from nano_inference.executors.cuda.launchers import Kernels, SamplingKernels
@@ -120,6 +121,7 @@ def check_program(program: Program, kernels: Kernels, limits: Limits, ranks: Ran
             one_1=torch.empty(1, device=meta),
             ranges=range_memory(0, meta),
             solved=torch.empty(0, device=meta),
+            adapters=AdapterStacks(program, meta, torch.float32, 0, lambda: None),
             ranks=None if ranks is None else rank_memory(ranks, 0, 0, torch.float32, meta),
         )
         lowered_parts(program, machine, limits)
@@ -137,6 +139,7 @@ class StepMemory:
         kernels: Kernels,
         limits: Limits,
         dtype: torch.dtype,
+        adapters: AdapterStacks,
         ranks: Ranks | None = None,
     ) -> None:
         device = next(iter(weights.stacks.values())).device
@@ -151,6 +154,7 @@ class StepMemory:
             ropes=rope_tables(program, limits.max_len, dtype, device),
             one_1=torch.ones(1, device=device),
             ranges=range_memory(part_size(program.ops, is_deterministic=limits.is_deterministic), device),
+            adapters=adapters,
             solved=torch.empty(
                 0 if limits.is_deterministic else solved_size(program.ops, limits.max_tokens), device=device
             ),

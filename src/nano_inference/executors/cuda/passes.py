@@ -70,6 +70,9 @@ class Pass:
     serial: States | None = None  # those of rows to compute token by token; None: no such rows
     divided: States | None = None  # those of rows to compute in parts of up to `CHUNK` tokens
     most_tokens: int = 1  # of a row
+    adapter_T: Tensor | None = (
+        None  # places of the tokens' adapters (`AdapterStacks`), -1: none; None if no token has one
+    )
 
     def state(self, index: int) -> Tensor:
         """Return the memory [Z, *shape] of a recurrent state."""
@@ -119,6 +122,8 @@ class PassRow(Protocol):
     def blocks(self) -> tuple[int, ...]: ...
     @property
     def state(self) -> RowState | None: ...
+    @property
+    def adapter(self) -> int: ...
 
 
 class TokenRow(NamedTuple):
@@ -129,6 +134,7 @@ class TokenRow(NamedTuple):
     start: int
     blocks: tuple[int, ...]
     state: RowState | None = None
+    adapter: int = 0
 
 
 @dataclass(frozen=True, slots=True)

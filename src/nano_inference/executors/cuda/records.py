@@ -67,6 +67,18 @@ class Partials(NamedTuple):
     score_THN: Tensor
 
 
+class LowRankStack(NamedTuple):
+    """The adapters of a projection, each at a place x, with matrices m of their own ranks, and scratch memory."""
+
+    a_XMRK: Tensor
+    b_XNR: Tensor
+    rank_XM: Tensor  # int32; 0: the adapter does not have this matrix
+    scale_XM: Tensor  # float32
+    start_M: Tensor  # each matrix's first output, int32 [M + 1]; the last entry is N
+    widest: int  # outputs of a matrix
+    low_TMR: Tensor  # scratch memory, float32, for the tokens of any step
+
+
 class RangeMemory(NamedTuple):
     """Scratch memory of `multiply`, for the sums of ranges."""
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nano_inference.executors.cuda.adapters import AdapterStacks
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.passes import Pass
 from nano_inference.executors.cuda.ranks import RankMemory
@@ -89,6 +90,7 @@ class Machine:
     one_1: Tensor  # the number 1, float32 [1]
     ranges: RangeMemory  # scratch memory of `multiply`
     solved: Tensor  # scratch memory of `gated_delta_parts`
+    adapters: AdapterStacks
     ranks: RankMemory | None = None  # of a divided program
     is_deterministic: bool = False  # compute every matrix product with `multiply`, whatever the number of rows
 

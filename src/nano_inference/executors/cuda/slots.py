@@ -53,6 +53,7 @@ class SlotMemory:
         sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_WIDE, (2 * num_slots,))
         sizes |= dict.fromkeys(_GIVEN, (num_slots,))
         sizes |= {"stop": (num_slots, MOST_STOPS), "table": (num_slots, num_blocks), "recurrent": (num_slots,)}
+        sizes |= {"adapter": (num_slots,)}
         sizes |= dict.fromkeys(_CHANGED, (num_slots,))
         sizes |= dict.fromkeys(("ring_token", "ring_logprob"), (num_slots, ring_size))
         self._places = _places(sizes)
@@ -69,6 +70,7 @@ class SlotMemory:
         self.slots = Slots(**{name: self._device_view(name) for name in (*_WIDE, *_GIVEN, "stop", *_CHANGED)})
         self.table_SB = self._device_view("table")
         self.recurrent_S = self._device_view("recurrent")  # the slot of each row's recurrent state
+        self.adapter_S = self._device_view("adapter")  # the place of each row's adapter, -1 for none
         self.ring_token_SK, self.ring_logprob_SK = self._device_view("ring_token"), self._device_view("ring_logprob")
         self.slot_S = torch.arange(num_slots, dtype=torch.int32, device=device)
 

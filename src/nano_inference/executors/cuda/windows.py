@@ -106,6 +106,7 @@ class Windows:
             has_cut=any(truncation_of(row).is_active for row in rows),
             has_tops=any(row.params.logprobs for row in rows),
             has_groups=self._group(placed),
+            has_adapters=any(row.adapter for row in rows),
         )
         step.slots.push(with_state=not is_next)
         if is_next:
@@ -187,6 +188,8 @@ class Windows:
         fields["max_tokens"][slots] = [row.num_sampled for _, row in placed]
         fields["min_tokens"][slots] = [row.num_sampled if row.banned else 0 for _, row in placed]
         fields["recurrent"][slots] = [row.state.slot if row.state else 0 for _, row in placed]
+        fields["adapter"][:bucket] = -1
+        fields["adapter"][slots] = self._step.machine.adapters.places([row.adapter for _, row in placed])
         if is_next:
             return
         fields["state"][:bucket] = STOPPED
