@@ -80,6 +80,10 @@ class AdapterStacks:
         """Return the places of adapters by their numbers; -1 for the number 0."""
         return [self._place_of[number] if number else -1 for number in numbers]
 
+    def has(self, op: ops.Linear) -> bool:
+        """Return whether adapters can have a projection's matrices: those of layers."""
+        return _key(op) in self._linears
+
     def of(self, op: ops.Linear) -> LowRankStack:
         """Return the matrices of all adapters for a projection."""
         return self._stacks[_key(op)]

@@ -130,11 +130,12 @@ def _linear(state: Lowering, op: ops.Linear, live: frozenset[str]) -> None:
     x = state.places[op.x]._replace(width=num_in)
     weight_NK, bias_N = state.matrix(op)
     out = state.place(op.out, op.widths)
+    is_adapted = machine.adapters.has(op)
 
     def run(step: Pass | None, n: int) -> None:
         out_TN, x_TK = machine.registers.rows(out, n), machine.registers.read(x, n)
         multiply(machine, out_TN, x_TK, weight_NK, bias_N)
-        if step is not None and step.adapter_T is not None:
+        if is_adapted and step is not None and step.adapter_T is not None:
             adapter_T = step.adapter_T.narrow(0, 0, n)
             machine.kernels.adapt.add_adapters(out_TN, x_TK, machine.adapters.of(op), adapter_T)
 
