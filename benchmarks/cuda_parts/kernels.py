@@ -22,6 +22,7 @@ from nano_inference.executors.cuda.records import (
     Groups,
     Partials,
     Rows,
+    SumNorm,
     group_rows,
     num_splits,
     range_memory,
@@ -169,6 +170,12 @@ def _rows(bench: Bench, shape: Shape) -> Iterator[Launch]:
         bench.kernels.multiply.multiply(product, few, weight_NK, None, memory)
 
     yield Launch("product, 1 row", multiply, float(weight_NK.nbytes))
+    added = SumNorm(x_TK=x[:1], more_TK=more[:1], sum_TK=total[:1], weight_K=weight, eps=1e-6)
+
+    def multiply_norm() -> None:
+        bench.kernels.multiply.multiply_norm(act[:1], added, weight_NK, None, "silu", memory)
+
+    yield Launch("the same with add, norm and gate", multiply_norm, float(weight_NK.nbytes))
     many = _random(bench, num_rows, 2 * inner)
 
     def gemm() -> None:
