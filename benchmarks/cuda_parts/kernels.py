@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from benchmarks.cuda_parts.models import Bench, Shape
 from benchmarks.cuda_parts.report import Sink
 from benchmarks.cuda_parts.timing import seconds_of
+from nano_inference.executors.cuda import records
 from nano_inference.executors.cuda.passes import PartialMemory
 from nano_inference.executors.cuda.records import (
     SPLIT,
@@ -110,6 +112,16 @@ def _decode(bench: Bench, shape: Shape) -> Iterator[Launch]:
 
 
 def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:
+    """Yield `_grouped` and its parts, then with other sizes of tiles."""
+    yield from _grouped(bench, shape)
+    for rows in (32, 128):
+        with patch.object(records, "GROUP_ROWS", rows):
+            if records.group_tile(bench.dtype, shape.head_dim) == rows:
+                whole, *_ = _grouped(bench, shape)
+                yield whole._replace(name=f"{whole.name}, tiles of {rows}")
+
+
+def _grouped(bench: Bench, shape: Shape) -> Iterator[Launch]:
     """Yield decode attention of rows of which each sixteen share all keys but those of the last, partial split."""
     world = _world(bench, shape)
     num_rows, width = world.rows.length_R.numel(), bench.sized(16, 2)
@@ -122,6 +134,7 @@ def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:
     tables = group_tables(prefixes, num_rows, num_rows // 2, rows_of_tile)
     shared_R, row_QX, shared_Q = (torch.from_numpy(one).to(bench.device) for one in tables)
     rows, groups = world.rows._replace(shared_R=shared_R), Groups(row_QX, shared_Q)
+    none, ungrouped = torch.zeros_like(rows.length_R), groups._replace(shared_Q=torch.zeros_like(shared_Q))
     q_RHD, out_RHD = (_random(bench, num_rows, shape.num_heads, shape.head_dim) for _ in range(2))
     partials, last_R = _partials(bench, shape, num_rows, world.length), rows.length_R - 1
 
@@ -132,6 +145,15 @@ def _groups(bench: Bench, shape: Shape) -> Iterator[Launch]:
     share = num_shared / world.length
     num_bytes = num_rows * world.row_bytes * (share / width + 1 - share)
     yield Launch(f"the same in groups of {width}", decode, num_bytes)
+    parts = {
+        "shared keys": (rows._replace(length_R=shared_R), groups, num_rows * world.row_bytes * share / width),
+        "other keys": (rows, ungrouped, num_rows * world.row_bytes * (1 - share)),
+        "no keys": (rows._replace(length_R=none, shared_R=none), ungrouped, 0.0),
+    }
+    for name, (some_rows, some_groups, size) in parts.items():
+        attend = partial(bench.kernels.attend.attend_groups, partials, q_RHD, cache, some_rows, some_groups, world.spec)
+        yield Launch(f"of that {name}", attend, size)
+    yield Launch("of that merging", partial(bench.kernels.attend.merge_splits, out_RHD, partials, last_R, None), 0.0)
 
 
 def _chunk(bench: Bench, shape: Shape) -> Iterator[Launch]:
