@@ -58,7 +58,7 @@ thorough: test
 	$(BIN)/python benchmarks/reliability/fuzz_configs.py
 	$(BIN)/python benchmarks/reliability/fuzz_templates.py
 
-# Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: half an hour of one core at first.
+# Every configuration of the CUDA kernels, compiled without a GPU with both Tritons: an hour of one core at first.
 # Results are stored one by one, so a run that was stopped continues.
 aot: .venv/ready-dev .venv/ready-aot .cache/triton-3.6/ready
 	$(BIN)/python scripts/aot.py

@@ -1,6 +1,6 @@
 """Compile the Triton kernels to sm_90a cubins, without a GPU, and print their resources.
 
-    python scripts/aot.py               all configurations (a quarter of an hour of one core at first)
+    python scripts/aot.py               all configurations (half an hour of one core at first)
     python scripts/aot.py --published   those of the models of benchmarks/cuda.py in bfloat16 (a minute at first)
     python scripts/aot.py --pairwise 60 a choice with every kernel and trait (a minute or two at first)
     python scripts/aot.py --triton DIR  with the Triton in DIR (`pip install --target DIR triton==3.6.*`)
