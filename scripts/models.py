@@ -25,7 +25,6 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 REFUSED: Mapping[str, dict[str, Any]] = {
     "experts": {"architectures": ["Qwen3NextForCausalLM"], **SHAPE},
     "other multimodal models": {"architectures": ["LlavaForConditionalGeneration"]},
-    "Ministral 3": {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
     "GPTQ, AWQ, FP8": {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8"}},
 }
 """Configurations that the loader refuses, by their names on the page."""

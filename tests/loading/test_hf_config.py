@@ -165,6 +165,7 @@ def test_old_gemma3_keys_scale_only_full_layers(tmp_path: Path) -> None:
     [
         ("llama", "LlamaForCausalLM"),
         ("mistral", "MistralForCausalLM"),
+        ("ministral3", "Ministral3ForCausalLM"),
         ("qwen2", "Qwen2ForCausalLM"),
         ("qwen3", "Qwen3ForCausalLM"),
         ("smollm3", "SmolLM3ForCausalLM"),
@@ -179,7 +180,8 @@ def test_missing_fields_have_transformers_defaults(model_type: str, architecture
     model = theirs(tmp_path)
     assert_matches(config, model)
     assert_rotation_matches(config, tmp_path)
-    assert config.max_positions == model.config.max_position_embeddings
+    longest = 16384 if model_type == "ministral3" else model.config.max_position_embeddings  # queries are not scaled
+    assert config.max_positions == longest
     default = model.config.eos_token_id
     assert config.eos_token_ids == ((default,) if default is not None and default < 64 else ())
 

@@ -74,6 +74,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral-window": ("Mistral", {"num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 37}),
     "mistral-no-window": ("Mistral", {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": None}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": _YARN_ROPE
+            | {"original_max_position_embeddings": MAX_POSITIONS, "mscale": 1.0, "mscale_all_dim": 1.0}
+            | {"llama_4_scaling_beta": 0.1},
+        },
+    ),
     "qwen2-ratio7": ("Qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56}),
     "qwen2-yarn-window": (
         "Qwen2",

@@ -25,7 +25,8 @@ from nano_inference.loading.gguf_hybrid import (
     hybrid_source,
     layer_of,
 )
-from nano_inference.loading.hf_config import MAX_LAYERS, stretched
+from nano_inference.loading.hf_config import MAX_LAYERS
+from nano_inference.loading.hf_rope import stretched
 from nano_inference.loading.packed import Exchanged, PackedTensor
 from nano_inference.loading.pieces import FileRange
 from nano_inference.loading.sources import WeightSource

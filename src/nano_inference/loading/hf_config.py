@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 from nano_inference.loading.fields import Fields, shown
+from nano_inference.loading.hf_rope import filled, rope_of, stretched
 from nano_inference.loading.wrappers import WRAPPERS, media_tokens, text_fields, wrapper_of
 from nano_inference.models.config import Activation, LayerConfig, ModelConfig, RopeConfig
 from nano_inference.models.names import PLAIN_NAMES, TEXT_NAMES
@@ -40,11 +40,13 @@ class _Rules:
     window_period: int | None = 2  # None: the field `sliding_window_pattern`, by default 6
     window: int | None = None
     theta: float = 10000.0
+    rope: Mapping[str, Any] | None = None  # the rotary parameters of a file without any
     vocab_size: int | None = None  # None: the field is required, as the next one
     heads: int | None = None
     kv_heads: int | None = None  # None: the number of heads
     head_dim: int | None = None  # None: hidden_size / heads
     max_positions: int = 32768
+    eps: float = 1e-6
     tied: bool = False
     bos: int | None = None
     eos: int | None = None
@@ -86,6 +88,21 @@ _RULES: Mapping[str, _Rules] = {
     "LlamaForCausalLM": _Rules(model_type="llama", max_positions=2048, bos=1, eos=2, mlp_bias=True),
     "MistralForCausalLM": _Rules(
         model_type="mistral", windows="all", window=4096, kv_heads=8, max_positions=131072, bos=1, eos=2, bias="none"
+    ),
+    "Ministral3ForCausalLM": _Rules(
+        model_type="ministral3",
+        windows="all",
+        theta=1e6,
+        rope={"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0}
+        | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        max_positions=262144,
+        eps=1e-5,
+        bos=1,
+        eos=2,
+        bias="none",
     ),
     "Qwen2ForCausalLM": _Rules(model_type="qwen2", windows="upper", window=4096, kv_heads=32, bias="qkv"),
     "Qwen3ForCausalLM": _Rules(
@@ -168,8 +185,8 @@ def model_config(config: Fields, generation: Fields | None = None) -> ModelConfi
                 for kind, rotates in zip(layer_types, rotated, strict=True)
             ),
             ropes=tuple(distinct),
-            max_positions=stretched(config.integer("max_position_embeddings", rules.max_positions), ropes.values()),
-            norm_eps=config.number("rms_norm_eps", 1e-6, high=1.0),
+            max_positions=_longest(config, rules, distinct),
+            norm_eps=config.number("rms_norm_eps", rules.eps, high=1.0),
             activation=activation,
             tie_embeddings=config.flag("tie_word_embeddings", rules.tied),
             qkv_bias=rules.bias == "qkv" or (rules.bias == "field" and config.flag("attention_bias", False)),
@@ -329,7 +346,9 @@ def _ropes(
             if FULL in fields.values or SLIDING in fields.values:
                 raise ModelError(f"{fields.origin} must not differ between layer types")
             outer = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-            found = _filled(fields.values, {**outer, "rope_theta": outer["rope_theta"] or rules.theta})
+            found = filled(
+                fields.values or rules.rope or {}, {**outer, "rope_theta": outer["rope_theta"] or rules.theta}
+            )
             # The original length of a context extension may be outside the rotary parameters.
             length = config.get("original_max_position_embeddings")
             found |= {} if length is None else {"original_max_position_embeddings": length}
@@ -340,7 +359,7 @@ def _ropes(
             if rules.rotated < 1:  # the other families ignore the field, unless the embedding is scaled
                 rotary_dim = int(head_dim * fields.number("partial_rotary_factor", rules.rotated, high=1.0))
                 fields = Fields(fields.origin, {**fields.values, "partial_rotary_factor": 1.0})
-            out[kind] = _rope(fields, positions, rotary_dim)
+            out[kind] = rope_of(fields, positions, rotary_dim)
         except ValueError as error:
             raise error if isinstance(error, ModelError) else ModelError(f"{fields.origin}: {error}") from error
     return out
@@ -358,68 +377,17 @@ def _gemma_3_rope(config: Fields, rules: _Rules, kind: str) -> Fields:
     if scaling.get("rope_type") is None and scaling.text("type", "default") != "default":
         raise ModelError(f"{scaling.origin}: rope_type is missing")
     if kind == SLIDING:
-        return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_local_base_freq", 10000.0)}))
+        return Fields(given.origin, filled(found, {"rope_theta": config.number("rope_local_base_freq", 10000.0)}))
     found.update(scaling.values)
-    return Fields(given.origin, _filled(found, {"rope_theta": config.number("rope_theta", rules.theta)}))
+    return Fields(given.origin, filled(found, {"rope_theta": config.number("rope_theta", rules.theta)}))
 
 
-def _filled(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `found` with defaults for its missing and null entries."""
-    return {**defaults, **{key: value for key, value in found.items() if value is not None}}
-
-
-def _rope(rope: Fields, max_positions: int, head_dim: int) -> RopeConfig:
-    """Return the rotary embedding described by one object of rotary parameters."""
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    theta = rope.number("rope_theta")
-    config = partial(RopeConfig, theta=theta, rotary_dim=head_dim, max_positions=max_positions)
-    if kind == "default":  # none of these families rotates a part of its heads: their own code ignores the field
-        return config()
-    if int(head_dim * rope.number("partial_rotary_factor", 1.0)) != head_dim:
-        raise ModelError(f"{rope.origin}: partial_rotary_factor is not supported with the rope type {shown(kind)}")
-    if kind == "linear":
-        return config(kind="linear", factor=rope.number("factor", high=1e6))
-    if kind == "dynamic":
-        if head_dim < 4:
-            raise ModelError(f"{rope.origin}: dynamic scaling needs at least 4 rotary dimensions, got {head_dim}")
-        return config(kind="dynamic", factor=rope.number("factor", high=1e6), original_max_positions=max_positions)
-    original = rope.integer("original_max_position_embeddings", max_positions) if kind in ("llama3", "yarn") else 0
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor", high=1e6), rope.number("high_freq_factor", high=1e6)
-        if low >= high:
-            text = f"high_freq_factor ({high:g}) must be greater than low_freq_factor ({low:g})"
-            raise ModelError(f"{rope.origin}: {text}")
-        return config(
-            kind="llama3",
-            factor=rope.number("factor", high=1e6),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            original_max_positions=original,
-        )
-    if kind == "yarn":
-        factor = rope.number("factor", max_positions / original, high=1e6)
-        if theta <= 1:
-            raise ModelError(f"{rope.origin}: yarn needs a rope_theta above 1, got {theta:g}")
-        return config(
-            kind="yarn",
-            factor=factor,
-            original_max_positions=original,
-            attention_factor=rope.optional_number("attention_factor", high=1e6),
-            beta_fast=rope.number("beta_fast", 32.0, high=1e6),
-            beta_slow=rope.number("beta_slow", 1.0, high=1e6),
-            truncate=rope.flag("truncate", True),
-            mscale=rope.optional_number("mscale", low=-1e6, high=1e6),
-            mscale_all_dim=rope.optional_number("mscale_all_dim", low=-1e6, high=1e6),
-        )
-    raise ModelError(
-        f"{rope.origin}: rope type {shown(kind)} is not supported; known: default, linear, dynamic, llama3, yarn"
-    )
-
-
-def stretched(max_positions: int, ropes: Iterable[RopeConfig]) -> int:
-    """Return the longest supported sequence: some YaRN files give, as `max_positions`, the length before extension."""
-    lengths = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
-    return min(max(max_positions, *lengths), 2**31 - 1) if lengths else max_positions
+def _longest(config: Fields, rules: _Rules, ropes: Iterable[RopeConfig]) -> int:
+    """Return the longest supported sequence. Ministral 3 multiplies queries by more than 1 from the original length."""
+    longest = stretched(config.integer("max_position_embeddings", rules.max_positions), ropes)
+    if rules.model_type != "ministral3":
+        return longest
+    return min(longest, *(rope.original_max_positions for rope in ropes))
 
 
 def _end_and_start(
