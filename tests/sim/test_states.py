@@ -109,6 +109,15 @@ def test_third_prompt_behind_a_shared_system_prompt_hits() -> None:
     assert [cached(engine, prompt) for prompt in prompts] == [[0], [0], [len(system)]]
 
 
+@pytest.mark.parametrize(("shared", "expected"), [(200, [0, 0] + [200] * 6), (40, [0] * 8)])
+def test_prompts_behind_a_new_system_prompt_wait_for_its_snapshot(shared: int, expected: list[int]) -> None:
+    engine = state_engine(40, max_tokens_per_batch=512)
+    system = [token % 50 for token in range(shared)]
+    assert cached(engine, *([*system, *[last] * 20] for last in range(8))) == expected
+    assert engine.parts.runner.num_steps <= 3
+    assert engine.parts.runner.num_computed <= 8 * 20 + shared * expected.count(0)
+
+
 def test_prompt_that_shares_part_of_a_long_one_starts_from_a_power_of_two() -> None:
     engine = state_engine(20, max_tokens_per_batch=200)
     long = [token % 50 for token in range(1100)]

@@ -20,6 +20,7 @@ from nano_inference.core.cache import Hit, KVManager, Salt
 from nano_inference.core.drafting import MakeDrafter
 from nano_inference.core.overlap import is_current, is_window, must_wait, num_ahead, num_missing, row_after
 from nano_inference.core.recurrent import (
+    is_shared,
     keep_states,
     keeps_snapshots,
     release_state,
@@ -216,7 +217,7 @@ class Core:
                 len(seq.blocks),
                 self._kv.num_private(seq.blocks) if is_scarce else 0,
                 0,
-                self._next_key(seq, seq.num_computed, seq.blocks),
+                self._next_key(seq, seq.num_computed, seq.blocks, seq.reach),
                 seq.max_new,
                 seq.max_ahead if looks_ahead else 1,
                 seq.request.is_streamed,
@@ -249,13 +250,14 @@ class Core:
                 num_computed=num_computed,
                 num_blocks=len(hit.blocks),
                 idle_hit=hit.num_idle,
-                next_key=self._next_key(seq, num_computed, hit.blocks),
+                next_key=self._next_key(seq, num_computed, hit.blocks, hit.reach),
                 max_new=seq.max_new,
             )
 
-    def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int]) -> object:
+    def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int], reach: int) -> object:
         """Return the identity of the block that a sequence computes next: the block before it, and its tokens.
 
+        With recurrent states, all tokens to the end of that block, or to where it keeps a snapshot that others share.
         While the first sample scores a prompt, it is the request id for all samples: the others wait for the scores.
         """
         uncached = (seq.leader or seq).first_uncached
@@ -265,8 +267,9 @@ class Core:
         start = num_computed // size * size
         if len(seq.tokens) - num_computed <= 1 or (uncached is not None and start + size > uncached):
             return None
-        if self._kv.num_states:  # the next snapshot that another sequence can start from is at the prompt's end
-            return (seq.request.salt, seq.adapter, *seq.tokens[:-1])
+        if self._kv.num_states:
+            end = reach if is_shared(num_computed, reach) else (max(num_computed, reach) // size + 1) * size
+            return (seq.request.salt, seq.adapter, *seq.tokens[:end])
         parent = blocks[start // size - 1] if start else -1
         return (seq.request.salt, seq.adapter, parent, *seq.tokens[start : start + size])
 

@@ -17,6 +17,7 @@ from nano_inference.core.step import Row, RowResult, RowState
 SLOTS_PER_SEQUENCE = 2
 """A running sequence's slot, and one for its draft tokens or for a snapshot that another one starts from."""
 _MIN_REACH = 8  # fewest tokens that a snapshot where prompts diverge saves
+_MIN_SHARED = 64  # fewest tokens to save for which a sequence waits for a snapshot
 _ENDING = 8  # tokens at a prompt's end that the next turn may lack: those that begin an answer, and a thought
 _STEP = 256  # tokens of a prompt after which a spare snapshot is kept, and after twice as many each time
 
@@ -29,7 +30,7 @@ def take_slots(states: StatePool, seqs: Seq[Sequence], work: Seq[Work], hits: Ma
     for seq, one in zip(seqs, work, strict=True):
         if seq.state is None:
             hit = hits[seq.id]
-            seq.snapshots_at = _snapshots_of(seq, hit.reach)
+            seq.snapshots_at, seq.reach = _snapshots_of(seq, hit.reach), hit.reach
             seq.state = RowState(_take(states), hit.state)
         elif one.num_drafts:
             slot = seq.state.slot
@@ -79,6 +80,11 @@ def release_state(kv: KVManager, seq: Sequence, salt: Salt | None) -> None:
         for slot in {seq.state.slot, *(slot for _, slot in seq.state.saves)}:
             kv.states.release(slot)
     seq.state = None
+
+
+def is_shared(num_computed: int, reach: int) -> bool:
+    """Return whether other sequences should wait for the snapshot where a prefix of cached K/V ends."""
+    return reach - num_computed >= _MIN_SHARED
 
 
 def keeps_snapshots(row: Row) -> bool:

@@ -70,6 +70,8 @@ class Sequence:
     """The slots of its next row; None while it waits, and without recurrent states."""
     snapshots_at: tuple[int, ...] = ()
     """Numbers of tokens after which its state is kept as a snapshot, ascending."""
+    reach: int = 0
+    """Tokens whose K/V was cached when it started, of models with recurrent states."""
     num_cached: int | None = None
     """Prompt tokens that were cached when it first started; None before."""
     num_preemptions: int = 0
