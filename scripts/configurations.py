@@ -32,7 +32,7 @@ from nano_inference.executors.cuda.kernels import (
     select,
 )
 from nano_inference.executors.cuda.kernels.variant import Variant
-from nano_inference.executors.cuda.records import HEAD_DIMS, MOST_PART_KEYS, NORM_ORDERS, RATIOS
+from nano_inference.executors.cuda.records import HEAD_DIMS, NORM_ORDERS, RATIOS
 from nano_inference.executors.cuda.sample_records import MOST_TOKENS
 
 TYPE_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -51,7 +51,7 @@ _TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("gate_TJ", "gate_T1", "before_TW", "table_VW", "qkv_TW", "q_THD", "q_norm_D"), "*P"),
         **dict.fromkeys(("k_norm_D", "cos_LF", "sin_LF"), "*P"),
         **dict.fromkeys(("x_TC", "weight_CK", "out_TC", "a_TH", "b_TH", "weight_V"), "*P"),
-        **dict.fromkeys(("state_ZJC", "state_ZHXV", "solved_THQ", "a_log_H", "dt_bias_H"), "*fp32"),
+        **dict.fromkeys(("state_ZJC", "state_ZHXV", "a_log_H", "dt_bias_H"), "*fp32"),
         **dict.fromkeys(("part_R", "bound_P", "slot_P", "source_R", "column_W"), "*i32"),
         **dict.fromkeys(("a_1", "b_1", "share_1"), "*fp32"),
         **dict.fromkeys(("a_XMRK", "b_XNR"), "*P"),
@@ -263,14 +263,6 @@ def _states() -> Iterator[Configuration]:
             for is_tiled in (False, True):
                 variant = recur.delta_variant(size, is_tiled=is_tiled)
                 yield Configuration(delta.advance_state, variant, {**more, "tiled": str(is_tiled)})
-                if size <= MOST_PART_KEYS:
-                    for kernel, constants in (
-                        (delta.solve_part, recur.solve_variant),
-                        (delta.advance_parts, recur.parts_variant),
-                    ):
-                        yield Configuration(
-                            kernel, constants(size, is_tiled=is_tiled), {**more, "tiled": str(is_tiled)}
-                        )
         for kernel in (delta.gate_block, delta.arrange_block):
             yield Configuration(kernel, operate.block_variant(), traits)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nano_inference.core.step import RowState
 from nano_inference.executors.cuda.launchers import Kernels
 from nano_inference.executors.cuda.passes import TokenRow, states_of
-from nano_inference.executors.cuda.records import CHUNK, States
+from nano_inference.executors.cuda.records import States
 from nano_inference.executors.step_input import Span
 from nano_inference.executors.torch import ops as reference
 from nano_inference.executors.torch.states import advanced, causal
@@ -51,17 +51,9 @@ class Steps:
 
     def on(self, device: torch.device) -> tuple[States, Tensor]:
         """Return what the kernels are given: slots, and positions of the tokens."""
-        return self.states(device), self.positions(device)
-
-    def states(self, device: torch.device, first: int = 0, most: int | None = None) -> States:
-        """Return the slots of the rows from `first` on, in parts that end at multiples of `most`."""
         given = [TokenRow((0,) * size, -1, max(start, 0), (), state) for start, size, state in self.rows]
-        return states_of(given[first:], device, sum(len(one.tokens) for one in given[:first]), most)
-
-    def positions(self, device: torch.device) -> Tensor:
-        """Return the positions of all tokens."""
         position_T = [start + i if start >= 0 else -1 for start, size, _ in self.rows for i in range(size)]
-        return torch.tensor(position_T, dtype=torch.int32, device=device)
+        return states_of(given, device), torch.tensor(position_T, dtype=torch.int32, device=device)
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -101,12 +93,9 @@ def convolution(kernels: Kernels, device: torch.device, dtype: torch.dtype, taps
 
 def rule(
     kernels: Kernels, device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], steps: Steps, *,
-    is_tiled: bool = False, first_divided: int | None = None,
+    is_tiled: bool = False,
 ) -> float:  # fmt: skip
-    """Return the largest difference of outputs and of all slots, of rows computed together.
-
-    Rows from `first_divided` on are computed in parts.
-    """
+    """Return the largest difference of outputs and of all slots, of rows computed together."""
     num_k, num_v, k_dim, v_dim = sizes
     states, position_T = steps.on(device)
     size, keys = len(position_T), num_k * k_dim
@@ -119,15 +108,7 @@ def rule(
         state_ZHXV.clone().to(device),
     )
     numbers = [one.to(device) for one in (qkv_TW, a_TH, b_TH, a_log_H, dt_bias_H)]
-    if first_divided is None:
-        kernels.recur.gated_delta(out_TW, *numbers, mine_ZHXV, states, position_T, is_tiled=is_tiled)
-    else:
-        serial = Steps(steps.rows[:first_divided]).states(device)
-        kernels.recur.gated_delta(out_TW, *numbers, mine_ZHXV, serial, position_T, is_tiled=is_tiled)
-        divided = steps.states(device, first_divided, CHUNK)
-        solved_THQ = torch.full((size, num_v, CHUNK), torch.nan, device=device)
-        given = (*numbers, mine_ZHXV, divided, position_T, solved_THQ)
-        kernels.recur.gated_delta_parts(out_TW, *given, is_tiled=is_tiled)
+    kernels.recur.gated_delta(out_TW, *numbers, mine_ZHXV, states, position_T, is_tiled=is_tiled)
     weight = WeightSpec("", ())
     op = GatedDelta(
         q="", k="", v="", a="", b="", out="", a_log=weight, dt_bias=weight, num_k_heads=num_k, num_v_heads=num_v,
@@ -202,7 +183,6 @@ def gates(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> float:
 
 
 _ONE_TOKEN = Steps(Steps.rows[:4])
-_LONG = Steps((*Steps.rows[1:4], (30, 110, RowState(5, 6, ((31, 6), (140, 7)))), (0, 2, RowState(0, 0))))
 
 
 def cases() -> Iterator[Case]:
@@ -213,10 +193,6 @@ def cases() -> Iterator[Case]:
         yield Case(f"states-convolve-{name}", lambda k, d, t=dtype: convolution(k, d, t, 4, Steps()), bound, needs_gpu)
         sizes = (1, 2, 20, 11)
         yield Case(f"states-rule-{name}", lambda k, d, t=dtype, s=sizes: rule(k, d, t, s, Steps()), bound, needs_gpu)
-        parts = f"states-parts-{name}"
-        yield Case(
-            parts, lambda k, d, t=dtype, s=sizes: rule(k, d, t, s, _LONG, first_divided=3), max(bound, 1e-5), needs_gpu
-        )
         yield Case(f"states-steps-{name}", lambda k, d, t=dtype: step_dependence(k, d, t), 0.0)
     f32 = torch.float32
     yield Case("states-convolve-two-taps", lambda k, d: convolution(k, d, f32, 2, _ONE_TOKEN), BOUNDS[f32])

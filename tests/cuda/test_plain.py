@@ -26,7 +26,7 @@ def test_launchers_match_references_and_neither_wait_for_the_device_nor_copy_bet
     kernels = guarded(plain_kernels(), called)
     found = {case.name: (case.run(kernels, CPU), case.bound) for case in all_cases()}
     assert not {name: one for name, one in found.items() if not one[0] <= one[1]}
-    assert called == {name for _, name, _ in launchers_of(plain_kernels())} and len(called) == 28
+    assert called == {name for _, name, _ in launchers_of(plain_kernels())} and len(called) == 27
 
 
 @pytest.mark.parametrize(

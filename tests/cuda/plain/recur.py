@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nano_inference.executors.cuda.checks import check_convolution, check_delta, check_dtype, check_parts, check_rows
+from nano_inference.executors.cuda.checks import check_convolution, check_delta, check_dtype, check_rows
 from nano_inference.executors.cuda.records import States
 
 
@@ -104,26 +104,6 @@ def gated_delta(
     last_P = (at.begin_R[at.row_P] + at.count_P - 1).clamp(min=0)
     has_tokens_P = (at.count_P > 0).view(-1, 1, 1, 1)
     _write(state_ZHXV, torch.where(has_tokens_P, after_T.index_select(0, last_P), first_R[at.row_P]), states, at)
-
-
-def gated_delta_parts(
-    out_TW: Tensor,
-    qkv_TW: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    a_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_ZHXV: Tensor,
-    states: States,
-    position_T: Tensor,
-    solved_THQ: Tensor,
-    *,
-    is_tiled: bool,
-) -> None:
-    """Write what `gated_delta` writes."""
-    check_parts(solved_THQ, qkv_TW, *state_ZHXV.shape[1:3])
-    given = (a_TH, b_TH, a_log_H, dt_bias_H, state_ZHXV, states, position_T)
-    gated_delta(out_TW, qkv_TW, *given, is_tiled=is_tiled)
 
 
 def gated_norm(out_TW: Tensor, x_TW: Tensor, gate_TW: Tensor, weight_V: Tensor, eps: float) -> None:

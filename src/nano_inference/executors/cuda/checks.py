@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from nano_inference.executors.cuda.records import (
-    CHUNK,
     HEAD_DIMS,
-    MOST_PART_KEYS,
     RATIOS,
     Cache,
     Groups,
@@ -153,13 +151,6 @@ def check_delta(out_TW: Tensor, qkv_TW: Tensor, a_TH: Tensor, b_TH: Tensor, stat
     if rest or num_keys < 1 or num_heads % num_keys or not state_ZHXV[0].is_contiguous():
         raise ValueError(f"qkv rows of {qkv_TW.size(1)} values do not fit a state {tuple(state_ZHXV.shape)}")
     return num_keys
-
-
-def check_parts(solved_THQ: Tensor, qkv_TW: Tensor, num_heads: int, k_dim: int) -> None:
-    if k_dim > MOST_PART_KEYS:
-        raise ValueError(f"parts of rows need keys of at most {MOST_PART_KEYS} values, got {k_dim}")
-    if solved_THQ.numel() < qkv_TW.size(0) * num_heads * CHUNK:
-        raise ValueError(f"solved_THQ must have {CHUNK} values for each token and head, got {solved_THQ.numel()}")
 
 
 def check_logits(out: Scratch, logits_BV: Tensor) -> None:

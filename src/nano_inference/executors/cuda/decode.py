@@ -133,7 +133,6 @@ class DecodeStep:
             parts=(part,),
             has_windows=not self.has_full_decode,
             states=states,
-            serial=states,
             adapter_T=self.slots.adapter_S.narrow(0, 0, n) if key.has_adapters else None,
         )
 

@@ -162,23 +162,6 @@ class StateKernels(Protocol):
     ) -> None:
         """Write the gated delta rule and the states after parts of rows; none at negative positions."""
 
-    def gated_delta_parts(
-        self,
-        out_TW: Tensor,
-        qkv_TW: Tensor,
-        a_TH: Tensor,
-        b_TH: Tensor,
-        a_log_H: Tensor,
-        dt_bias_H: Tensor,
-        state_ZHXV: Tensor,
-        states: States,
-        position_T: Tensor,
-        solved_THQ: Tensor,
-        *,
-        is_tiled: bool,
-    ) -> None:
-        """Write the same, all tokens of a part at once; no row is skipped."""
-
     def gated_norm(self, out_TW: Tensor, x_TW: Tensor, gate_TW: Tensor, weight_V: Tensor, eps: float) -> None:
         """Write weight · norm(x) · silu(gate) of each head."""
 

@@ -9,15 +9,9 @@ import torch
 
 from nano_inference.executors.cuda.checks import check_key_size, check_taps
 from nano_inference.executors.cuda.passes import Pass
-from nano_inference.executors.cuda.records import CHUNK, MOST_PART_KEYS
 from nano_inference.executors.cuda.registers import Columns, Lowering
 from nano_inference.models import ops
 from nano_inference.models.ops import Op
-
-
-def solved_size(part: Sequence[Op], num_tokens: int) -> int:
-    """Return how many values of scratch memory `gated_delta_parts` needs for a part of a program."""
-    return num_tokens * CHUNK * max((op.num_v_heads for op in part if isinstance(op, ops.GatedDelta)), default=0)
 
 
 def _unzip(state: Lowering, op: ops.Unzip, live: frozenset[str]) -> None:
@@ -79,21 +73,17 @@ def _gated_delta(state: Lowering, op: ops.GatedDelta, live: frozenset[str]) -> N
     machine, qkv = state.machine, _adjacent(state, op, (op.q, op.k, op.v))
     check_key_size(op.k_dim)
     a, b = state.places[op.a], state.places[op.b]
-    numbers = [machine.weights.tensors[spec.name] for spec in (op.a_log, op.dt_bias)]
+    a_log_H, dt_bias_H = (machine.weights.tensors[spec.name] for spec in (op.a_log, op.dt_bias))
     out = state.place([op.out], [op.num_v_heads * op.v_dim])
 
     def run(step: Pass | None, n: int) -> None:
         assert step is not None and step.states is not None, "the rows have no slots"
         qkv_TW, a_TH, b_TH = (machine.registers.read(one, n) for one in (qkv, a, b))
-        given = (machine.registers.rows(out, n), qkv_TW, a_TH, b_TH, *numbers, step.state(op.state))
-        is_divided = op.k_dim <= MOST_PART_KEYS
-        serial, divided = (step.serial, step.divided) if is_divided else (step.states, None)
-        if serial is not None:
-            machine.kernels.recur.gated_delta(*given, serial, step.position_T, is_tiled=op.is_tiled)
-        if divided is not None:
-            machine.kernels.recur.gated_delta_parts(
-                *given, divided, step.position_T, machine.solved, is_tiled=op.is_tiled
-            )
+        machine.kernels.recur.gated_delta(
+            *(machine.registers.rows(out, n), qkv_TW, a_TH, b_TH, a_log_H, dt_bias_H),
+            *(step.state(op.state), step.states, step.position_T),
+            is_tiled=op.is_tiled,
+        )
 
     state.launches.append(run)
 

@@ -14,7 +14,6 @@ from nano_inference.executors.cuda.checks import check_heads
 from nano_inference.executors.cuda.decode import DecodeStep, StepTensors, step_tensors
 from nano_inference.executors.cuda.launchers import Kernels, SamplingKernels
 from nano_inference.executors.cuda.lower import gather_logits, lower, part_size
-from nano_inference.executors.cuda.lower_states import solved_size
 from nano_inference.executors.cuda.passes import PartialMemory
 from nano_inference.executors.cuda.ranks import Ranks, rank_memory, sum_width
 from nano_inference.executors.cuda.records import group_rows, num_splits, range_memory
@@ -120,7 +119,6 @@ def check_program(program: Program, kernels: Kernels, limits: Limits, ranks: Ran
             ropes=tuple((torch.empty(0, device=meta), torch.empty(0, device=meta)) for _ in program.ropes),
             one_1=torch.empty(1, device=meta),
             ranges=range_memory(0, meta),
-            solved=torch.empty(0, device=meta),
             adapters=AdapterStacks(program, meta, torch.float32, 0, lambda: None),
             ranks=None if ranks is None else rank_memory(ranks, 0, 0, torch.float32, meta),
         )
@@ -155,9 +153,6 @@ class StepMemory:
             one_1=torch.ones(1, device=device),
             ranges=range_memory(part_size(program.ops, is_deterministic=limits.is_deterministic), device),
             adapters=adapters,
-            solved=torch.empty(
-                0 if limits.is_deterministic else solved_size(program.ops, limits.max_tokens), device=device
-            ),
             ranks=None if ranks is None else rank_memory(ranks, num_reduced, limits.max_rows, dtype, device),
             is_deterministic=limits.is_deterministic,
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nano_inference.core.step import RowState
 from nano_inference.executors.cuda.launchers import AttentionKernels
-from nano_inference.executors.cuda.records import CHUNK, Cache, Groups, Partials, Rows, States, num_splits
+from nano_inference.executors.cuda.records import Cache, Groups, Partials, Rows, States, num_splits
 from nano_inference.executors.states import ends_of
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from nano_inference.executors.torch.store import KVStore
@@ -67,8 +67,6 @@ class Pass:
     parts: tuple[AttendPart, ...]
     has_windows: bool = True  # False: every token attends to all earlier keys
     states: States | None = None  # of a program with recurrent states
-    serial: States | None = None  # those of rows to compute token by token; None: no such rows
-    divided: States | None = None  # those of rows to compute in parts of up to `CHUNK` tokens
     most_tokens: int = 1  # of a row
     adapter_T: Tensor | None = (
         None  # places of the tokens' adapters (`AdapterStacks`), -1: none; None if no token has one
@@ -166,11 +164,6 @@ def build_pass(
         table_RB[index, : len(piece.row.blocks)] = piece.row.blocks
     device = store.k_LSKD.device
     num_tokens = len(token_T)
-    states = states_of(rows, device) if store.states else None
-    serial, divided = states, None
-    if states is not None and not is_deterministic:
-        serial = states_of(rows[:num_decode], device) if num_decode else None
-        divided = states_of(rows[num_decode:], device, num_decode, CHUNK) if num_decode < len(rows) else None
     packed_4T = np.zeros((4, _padded(num_tokens, _ALIGNED)), np.int32)
     packed_4T[:, :num_tokens] = token_T, previous_T, position_T, row_T
     per_token_4T = torch.from_numpy(packed_4T).to(device).narrow(1, 0, num_tokens)
@@ -188,36 +181,26 @@ def build_pass(
         store=store,
         parts=tuple(parts),
         has_windows=has_windows,
-        states=states,
-        serial=serial,
-        divided=divided,
+        states=states_of(rows, device) if store.states else None,
         most_tokens=max(len(row.tokens) for row in rows),
     )
 
 
-def states_of(rows: Sequence[PassRow], device: torch.device, first_token: int = 0, most: int | None = None) -> States:
-    """Return which slots rows use, whose tokens follow each other from `first_token` on.
-
-    A part ends at each write, and, with `most`, at the positions that this number divides.
-    """
-    parts, bounds, slots, sources = [0], [first_token], list[int](), list[int]()
+def states_of(rows: Sequence[PassRow], device: torch.device) -> States:
+    """Return which slots the rows of a step use; a part ends at each write."""
+    parts, bounds, slots, sources = [0], [0], list[int](), list[int]()
     for row in rows:
         assert row.state is not None, "a row without slots"
-        offset, position = bounds[-1] - row.start, row.start
+        first = bounds[-1]
         for end, slot in ends_of(row.state, row.start + len(row.tokens)):
-            between = range(position // most * most + most, end, most) if most else ()
-            bounds += [*(offset + place for place in between), offset + end]
-            slots += [*(-1 for _ in between), slot]
-            position = end
+            bounds.append(first + end - row.start)
+            slots.append(slot)
         parts.append(len(slots))
         sources.append(row.state.source)
     lists = (parts, bounds, slots, sources)
-    sizes = [_padded(len(one), _ALIGNED) for one in lists]
-    packed = np.concatenate(
-        [np.pad(np.array(one, np.int32), (0, size - len(one))) for one, size in zip(lists, sizes, strict=True)]
-    )
-    found = torch.from_numpy(packed).to(device).split(sizes)
-    return States(*(tensor.narrow(0, 0, len(one)) for tensor, one in zip(found, lists, strict=True)))
+    width = _padded(max(map(len, lists)), _ALIGNED)
+    packed_4W = torch.tensor([one + [0] * (width - len(one)) for one in lists], dtype=torch.int32).to(device)
+    return States(*(found_W.narrow(0, 0, len(one)) for found_W, one in zip(packed_4W, lists, strict=True)))
 
 
 def _pieces(rows: Sequence[PassRow], most: int | None) -> Iterator[_Piece]:

@@ -24,7 +24,6 @@ MOST_SPLIT_ROWS = 256  # most tokens of a product whose ranges are computed by d
 TILE_OUT, TILE_IN = 32, 128  # outputs and inputs of a tile of `MOST_ROWS` tokens
 PROGRAMS = 264  # programs to aim at: two for each of a Hopper GPU's 132 multiprocessors
 _FEWEST_IN = 256
-CHUNK, MOST_PART_KEYS = 64, 128  # tokens of a part that is computed at once, and values of its keys
 
 
 class Cache(NamedTuple):

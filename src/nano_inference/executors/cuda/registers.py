@@ -89,7 +89,6 @@ class Machine:
     ropes: Ropes
     one_1: Tensor  # the number 1, float32 [1]
     ranges: RangeMemory  # scratch memory of `multiply`
-    solved: Tensor  # scratch memory of `gated_delta_parts`
     adapters: AdapterStacks
     ranks: RankMemory | None = None  # of a divided program
     is_deterministic: bool = False  # compute every matrix product with `multiply`, whatever the number of rows

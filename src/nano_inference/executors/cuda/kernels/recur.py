@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nano_inference.executors.cuda.checks import check_convolution, check_delta, check_dtype, check_parts, check_rows
+from nano_inference.executors.cuda.checks import check_convolution, check_delta, check_dtype, check_rows
 from nano_inference.executors.cuda.kernels import delta
 from nano_inference.executors.cuda.kernels.operate import COLUMNS, block_variant
 from nano_inference.executors.cuda.kernels.variant import Variant, padded
-from nano_inference.executors.cuda.records import CHUNK, States
+from nano_inference.executors.cuda.records import States
 
 _STATE_VALUES = 1024  # of a head, at most, per program of one warp: its sums need no other warp
 _STATE_COLUMNS = 8
-_PART_COLUMNS = 32
 
 
 def convolve_variant(taps: int, most_tokens: int) -> Variant:
@@ -30,17 +29,6 @@ def delta_variant(k_dim: int, *, is_tiled: bool) -> Variant:
     size = padded(k_dim)
     constants = {"X": k_dim, "N": size, "B": min(_STATE_COLUMNS, _STATE_VALUES // size), "IS_TILED": is_tiled}
     return Variant(constants=constants, num_warps=1)
-
-
-def solve_variant(k_dim: int, *, is_tiled: bool) -> Variant:
-    """Return the constants of the first kernel of `gated_delta_parts`."""
-    return Variant(constants={"X": k_dim, "N": padded(k_dim), "Q": CHUNK, "IS_TILED": is_tiled}, num_warps=4)
-
-
-def parts_variant(k_dim: int, *, is_tiled: bool) -> Variant:
-    """Return the constants of the second kernel of `gated_delta_parts`."""
-    constants = {"X": k_dim, "N": padded(k_dim), "B": _PART_COLUMNS, "Q": CHUNK, "IS_TILED": is_tiled}
-    return Variant(constants=constants, num_warps=4)
 
 
 def gated_norm_variant(head_dim: int) -> Variant:
@@ -100,40 +88,6 @@ def gated_delta(
         *(qkv_TW, a_TH, b_TH, a_log_H, dt_bias_H, out_TW, state_ZHXV, *states, position_T),
         *(qkv_TW.stride(0), a_TH.stride(0), b_TH.stride(0), out_TW.stride(0), state_ZHXV.stride(0)),
         *(num_keys, v_dim, k_dim**-0.5),
-    )
-
-
-def gated_delta_parts(
-    out_TW: Tensor,
-    qkv_TW: Tensor,
-    a_TH: Tensor,
-    b_TH: Tensor,
-    a_log_H: Tensor,
-    dt_bias_H: Tensor,
-    state_ZHXV: Tensor,
-    states: States,
-    position_T: Tensor,
-    solved_THQ: Tensor,
-    *,
-    is_tiled: bool,
-) -> None:
-    """Write what `gated_delta` writes, all tokens of a part at once: parts have at most `CHUNK` tokens.
-
-    `solved_THQ` is scratch memory [T, H, CHUNK], float32. Keys have at most `MOST_PART_KEYS` values.
-    """
-    num_keys = check_delta(out_TW, qkv_TW, a_TH, b_TH, state_ZHXV)
-    _, num_heads, k_dim, v_dim = state_ZHXV.shape
-    check_parts(solved_THQ, qkv_TW, num_heads, k_dim)
-    given = (qkv_TW, a_TH, b_TH, a_log_H, dt_bias_H, solved_THQ)
-    strides = (qkv_TW.stride(0), a_TH.stride(0), b_TH.stride(0))
-    solve_variant(k_dim, is_tiled=is_tiled).launch(
-        delta.solve_part, (num_heads, states.slot_P.size(0)), *given, states.bound_P, *strides, num_keys
-    )
-    parts_variant(k_dim, is_tiled=is_tiled).launch(
-        delta.advance_parts,
-        (-(-v_dim // _PART_COLUMNS), num_heads, states.source_R.size(0)),
-        *(*given, out_TW, state_ZHXV, *states, position_T),
-        *(*strides, out_TW.stride(0), state_ZHXV.stride(0), num_keys, v_dim, k_dim**-0.5),
     )
 
 
