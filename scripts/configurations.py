@@ -258,7 +258,7 @@ def _states() -> Iterator[Configuration]:
             more = {**traits, "taps": str(taps), "tokens": str(most_tokens)}
             yield Configuration(delta.convolve_row, recur.convolve_variant(taps, most_tokens), more)
         for size in sizes:
-            more = {**traits, "size": str(size)}
+            more = {**traits, "head_dim": str(size)}
             yield Configuration(delta.gated_norm_heads, recur.gated_norm_variant(size), more)
             for is_tiled in (False, True):
                 variant = recur.delta_variant(size, is_tiled=is_tiled)

@@ -8,9 +8,9 @@ resumed samples, pause, sleep, flush, updates of every kind. Checked: each token
 processed, alternatives, prompt) within 1e-4 of Transformers under the weight version that the token claims; K/V of
 several versions (`on_running="keep"`) is computed piece by piece; the token is the best one or the one at its uniform;
 masks, forced tokens, finish reasons, versions, block books; samples of one version equal a run alone on a fresh engine
-(bit for bit on the C path). Models with recurrent states run on the C and the torch path. Seven of ten worlds of the
-CUDA executor have no request that waits for the host, so that windows overlap. The last line is one JSON object; exit
-status 1 on any difference. A difference is printed with the command that repeats its world.
+(bit for bit on the C path). Seven of ten worlds of the CUDA executor have no request that waits for the host, so that
+windows overlap. The last line is one JSON object; exit status 1 on any difference. A difference is printed with the
+command that repeats its world.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch import Tensor
 from nano_inference import EngineConfig, TrainingSample
 from nano_inference.nanochat.gpt import GPT
 from tests.models.families import FAMILIES, gap_to, make_model, reference_logprobs
+from tests.models.hybrids import HYBRIDS, make_hybrid
 from tests.nanochat.plain import plain_logits
 from tests.nanochat.tiny import GENERATIONS, base_meta, model_config, write_checkpoint
 
@@ -35,6 +36,8 @@ def wide_heads(name: str) -> dict[str, Any]:
 
 def write_model(name: str, directory: Path) -> Reference:
     """Write a model; the reference is Transformers, for nanochat its formulas."""
+    if name in HYBRIDS:
+        return partial(reference_logprobs, make_hybrid(name, directory))
     if name in FAMILIES:
         return partial(reference_logprobs, make_model(name, directory, wide_heads(name)))
     path = write_checkpoint(directory, name, config=model_config(name, sequence_len=512), meta=base_meta(name))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from nano_inference.executors.cuda.launchers import Kernels
-from nano_inference.executors.cuda.records import Partials, range_memory
+from nano_inference.executors.cuda.records import Partials, States, range_memory
 from nano_inference.executors.cuda.sample_records import new_scratch
 from nano_inference.executors.torch.attention.context import AttentionSpec
 from tests.cuda.attention_cases import World
@@ -35,6 +35,19 @@ def messages(kernels: Kernels, device: torch.device) -> Iterator[tuple[str, Call
     yield "part_ZTN", lambda: kernels.multiply.multiply(wide[:4], long[:4], long, None, memory)
     yield "vocabularies", lambda: new_scratch(1, (1 << 19) + 1, 0, torch.device("meta"))
     yield "16384", lambda: kernels.operate.norm(huge, huge, None, eps=0.0)
+    states = States(wide, wide, wide, wide)
+    yield (
+        "does not fit 32 channels",
+        lambda: kernels.recur.convolve(
+            wide, wide, wide.new_zeros(32, 1, 4), wide.new_zeros(1, 2, 32), states, wide, most_tokens=1
+        ),
+    )
+    yield (
+        "do not fit a state",
+        lambda: kernels.recur.gated_delta(
+            wide, wide, wide, wide, wide, wide, wide.new_zeros(1, 1, 9, 16), states, wide, is_tiled=False
+        ),
+    )
     yield "contiguous", lambda: kernels.operate.softcap(wide.t(), 1.0)
     yield "more_TW and sum_TW", lambda: kernels.operate.norm(wide, wide, None, eps=0.0, more_TW=wide)
 

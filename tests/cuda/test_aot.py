@@ -16,7 +16,7 @@ import pytest
 from scripts.aot import PUBLISHED, Result, differing, waits_first
 
 ROOT = Path(__file__).parents[2]
-MOST_CONFIGURATIONS = 50
+MOST_CONFIGURATIONS = 60
 OLD_TRITON = ROOT / ".cache" / "triton-3.6"
 """The version that torch 2.11 comes with."""
 
@@ -161,4 +161,6 @@ def test_published_models_have_a_configuration_of_every_kernel_of_their_steps() 
 
     names = [one.name for one in configurations()]
     kernels = {name.split()[0] for name in names if PUBLISHED.fullmatch(name)}
-    assert {name.split()[0] for name in names} - kernels == {"gate_values_block", "smear_block", "softcap_block"}
+    others = {"gate_values_block", "smear_block", "softcap_block"}
+    others |= {"convolve_row", "advance_state", "gated_norm_heads", "gate_block", "arrange_block"}  # of hybrids
+    assert {name.split()[0] for name in names} - kernels == others

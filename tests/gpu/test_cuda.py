@@ -15,6 +15,7 @@ from nano_inference import EngineConfig, InferenceEngine
 from nano_inference.config import Dtype, KernelsName
 from tests.cuda.family_checks import HALF_BOUNDS, HALF_NAMES, float32_gap, half_gap
 from tests.cuda.models import NAMES
+from tests.models.hybrids import HYBRIDS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,13 +34,13 @@ def open_engine(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *HYBRIDS])
 def test_float32_log_probabilities_are_within_1e_4_of_another_program(name: str, tmp_path: Path) -> None:
     """Transformers, or for nanochat a plain forward pass on the CPU."""
     assert float32_gap(name, tmp_path, partial(open_engine, dtype="float32")) <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma2", "G4"])
+@pytest.mark.parametrize("name", ["gemma2", "G4", "wide-values", "grouped"])
 def test_deterministic_log_probabilities_are_within_1e_4_of_another_program(name: str, tmp_path: Path) -> None:
     assert float32_gap(name, tmp_path, partial(open_engine, dtype="float32", deterministic=True)) <= 1e-4
 
