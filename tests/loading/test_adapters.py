@@ -76,6 +76,15 @@ def test_files_and_tensors_are_the_same_adapter(saved: Saved) -> None:
     assert equal(saved.from_memory(tensors=wrapped.items()), read)
 
 
+def test_tensors_of_other_parts_of_the_model_are_skipped(saved: Saved, tmp_path: Path) -> None:
+    """Here between others in the file, which has wide values first."""
+    dtypes = {"A": torch.float64, "B": torch.bfloat16}
+    tensors = {name: tensor.to(dtypes[name.split(".lora_")[1][0]]) for name, tensor in saved.tensors.items()}
+    more = {"base_model.model.model.visual.merger.lora_A.weight": torch.ones(3, 5)}
+    apart, alone = saved.written(tmp_path / "a", tensors | more), saved.written(tmp_path / "b", tensors)
+    assert equal(saved.read(apart), saved.read(alone))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions_are_exact(dtype: torch.dtype, saved: Saved, tmp_path: Path) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in saved.tensors.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nano_inference.loading.fields import read_json
 from nano_inference.loading.pieces import DTYPES, FileRange, fill, is_finite, open_at
-from nano_inference.loading.safetensors_file import read_header
+from nano_inference.loading.safetensors_file import num_bytes, read_header
 from nano_inference.loading.sources import exchanged_heads
 from nano_inference.models.names import NameRules
 from nano_inference.models.ops import Embed, Linear, WeightSpec
@@ -46,7 +46,6 @@ _WITHOUT_EFFECT = (
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the matrices of the model as they are."""
 MAX_SECONDS = 2.0  # for the configuration's patterns
-_LINE = 64
 
 
 class LowRank(NamedTuple):
@@ -216,22 +215,24 @@ def _targets(program: Program) -> dict[str, WeightSpec]:
     return {name: spec for spec in specs for name in (spec.name, *spec.tied) if name not in tables}
 
 
-def _values(path: Path, ranges: Iterable[FileRange]) -> dict[int, Tensor]:
-    """Read ranges of one file into one allocation; return their values by the id of the range."""
-    places, size = [], 0
-    for one in ranges:
-        dtype = DTYPES[one.dtype]
-        num_bytes = math.prod(one.shape) * dtype.itemsize
-        places.append((one, dtype, size, num_bytes))
-        size += -(-num_bytes // _LINE) * _LINE
-    memory = huge_empty((size,), torch.uint8, torch.device("cpu"))
+def _values(path: Path, ranges: Sequence[FileRange]) -> dict[int, Tensor]:
+    """Return the values of ranges of one file, by the id of the range; in one read if they are adjacent."""
+    sizes = [num_bytes(one) for one in ranges]
+    first = min(one.offset for one in ranges)
+    span = max(one.offset + size for one, size in zip(ranges, sizes, strict=True)) - first
     found: dict[int, Tensor] = {}
-    with open_at(path, 0) as file:
-        for one, dtype, start, num_bytes in places:
-            flat = memory[start : start + num_bytes]
-            file.seek(one.offset)
-            fill(file, path, flat)
-            found[id(one)] = flat.view(dtype).view(one.shape)
+    if span > sum(sizes):
+        for one in ranges:
+            found[id(one)] = torch.empty(one.shape, dtype=DTYPES[one.dtype])
+            one.read_into(found[id(one)])
+        return found
+    memory = huge_empty((span,), torch.uint8, torch.device("cpu"))
+    with open_at(path, first) as file:
+        fill(file, path, memory)
+    for one, size in zip(ranges, sizes, strict=True):
+        dtype, start = DTYPES[one.dtype], one.offset - first
+        flat = memory[start : start + size]
+        found[id(one)] = (flat.clone() if start % dtype.itemsize else flat).view(dtype).view(one.shape)
     return found
 
 
