@@ -209,7 +209,7 @@ def test_flush_blanks_idle_blocks_now_and_held_ones_on_release(cache_type: str) 
 def test_salt_is_forgotten_with_its_last_block(cache_type: str) -> None:
     kv = make_kv(cache_type, 8, 2)
     for number in range(500):
-        leave_behind(kv, [1, 2, 3, 4], (number, f"user {number}"))
+        leave_behind(kv, [1, 2, 3, 4], (number, f"user {number}", number))
     books = [value for value in vars(kv).values() if isinstance(value, dict)]
     assert books and all(len(book) <= 8 for book in books)
-    assert cached(kv, [1, 2, 3, 4, 5], (499, "user 499")) == 4
+    assert cached(kv, [1, 2, 3, 4, 5], (499, "user 499", 499)) == 4
