@@ -17,6 +17,7 @@ from tests.forking import Forks
 from tests.models.families import make_model
 from tests.parallel.test_engine import TOLERANCE, assert_same, config_of
 from tests.parallel.test_processes import SOON_S
+from tests.parallel.trainer import CONFIG, adapter_of
 from tests.weights.test_group import free_port
 
 pytestmark = pytest.mark.slow
@@ -95,6 +96,11 @@ def test_all_ranks_of_a_trainer_see_the_same_engine(tiny: Path, two: list[dict[s
         )
         assert first["checksum"] == whole.weights_checksum()
         assert_same(samples(first["updated"]), whole.generate([[1, 2, 3]], SEEDED))
+        whole.load_adapter("policy", adapter_of(load_file(tiny / "model.safetensors")), config=CONFIG, version="step-1")
+        assert_same(samples(first["adapted"]), whole.generate([[1, 2, 3]], SEEDED, adapter="policy"))
+    assert samples(first["adapted"])[0].adapter_versions == ("step-1",) * 8 and first["unloaded"]
+    assert first["adapted"][0]["completion_tokens"] != first["updated"][0]["completion_tokens"]
+    assert first["unknown adapter"].startswith("BadRequest: adapter: 'policy' is not loaded")
     assert first["awake"] == first["updated"] or [one["completion_tokens"] for one in first["awake"]] == [
         one["completion_tokens"] for one in first["updated"]
     ]

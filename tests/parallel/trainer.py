@@ -32,6 +32,21 @@ LONG = SamplingParams(max_tokens=400, seed=3, ignore_eos=True)
 UNSEEDED = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+
+
+def adapter_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return PEFT's tensors of an adapter of two matrices of each layer."""
+    names = [name.removesuffix(".weight") for name in weights if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    sizes = {f"{name}.lora_{part}": weights[f"{name}.weight"].shape for name in names for part in "AB"}
+    return {
+        f"base_model.model.{name}.weight": torch.linspace(-1, 1, 2 * (n if name.endswith("B") else k)).view(
+            (n, 2) if name.endswith("B") else (2, k)
+        )
+        for name, (n, k) in sizes.items()
+    }
+
+
 def error_of(work: Callable[[], object]) -> str:
     """Return the exception that a call raises."""
     try:
@@ -71,6 +86,11 @@ def train(engine: SpmdEngine, path: Path) -> dict[str, Any]:
     engine.sleep()
     engine.wake()
     seen["awake"] = [one.to_dict() for one in engine.generate([[1, 2, 3]], SEEDED)]
+    adapter = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in adapter_of(weights).items()}
+    engine.load_adapter("policy", adapter, config=CONFIG, version="step-1")
+    seen["adapted"] = [one.to_dict() for one in engine.generate([[1, 2, 3]], SEEDED, adapter="policy")]
+    seen["unloaded"] = engine.unload_adapter("policy")
+    seen["unknown adapter"] = error_of(lambda: engine.score([1, 2, 3], adapter="policy"))
     return seen
 
 

@@ -93,18 +93,27 @@ class SpmdEngine:
         prompts: Seq[Seq[int]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         num_samples_per_prompt: int = 1,
+        *,
+        adapter: str | None = None,
     ) -> list[TrainingSample]:
         """Return what `InferenceEngine.generate` does, on every rank."""
-        found = self._shared(
-            lambda engine: [one.to_dict() for one in engine.generate(prompts, sampling_params, num_samples_per_prompt)]
-        )
-        return [TrainingSample.from_dict(one) for one in found]
+
+        def generate(engine: InferenceEngine) -> list[dict[str, Any]]:
+            samples = engine.generate(prompts, sampling_params, num_samples_per_prompt, adapter=adapter)
+            return [one.to_dict() for one in samples]
+
+        return [TrainingSample.from_dict(one) for one in self._shared(generate)]
 
     def score(
-        self, token_ids: Seq[int] | Seq[Seq[int]], start: int | Seq[int] = 0, *, temperature: float = 1.0
+        self,
+        token_ids: Seq[int] | Seq[Seq[int]],
+        start: int | Seq[int] = 0,
+        *,
+        temperature: float = 1.0,
+        adapter: str | None = None,
     ) -> list[float] | list[list[float]]:
         """Return what `InferenceEngine.score` does, on every rank."""
-        return self._shared(lambda engine: engine.score(token_ids, start, temperature=temperature))
+        return self._shared(lambda engine: engine.score(token_ids, start, temperature=temperature, adapter=adapter))
 
     def embed(
         self, token_ids: Seq[int] | Seq[Seq[int]], pooling: Pooling = "mean", *, normalize: bool = False
@@ -145,6 +154,22 @@ class SpmdEngine:
                 put(str(name), as_source(str(name), value))
 
         return self._shared(install, fill)
+
+    def load_adapter(
+        self,
+        name: str,
+        source: Mapping[str, Any] | Iterable[tuple[str, Any]] | str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        version: WeightLabel | None = None,
+    ) -> WeightLabel:
+        """Load an adapter on every rank, or on none, as `InferenceEngine.load_adapter`; `DTensor`s are gathered."""
+        whole = source if isinstance(source, str | Path) else list(gathered(source))
+        return self._shared(lambda engine: engine.load_adapter(name, whole, config=config, version=version))
+
+    def unload_adapter(self, name: str) -> bool:
+        """Forget an adapter; return whether it was loaded."""
+        return self._shared(lambda engine: engine.unload_adapter(name))
 
     def weights_checksum(self) -> str:
         """Return the checksum of the whole weights."""
