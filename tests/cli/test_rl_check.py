@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from nano_inference.cli.app import main
 from nano_inference.server.config import ServerConfig
 from tests.server.tiny import Running, make_tiny, running
+from tests.server.trainer import make_adapter
 
 JSON = dict[str, Any]
 
@@ -32,6 +33,7 @@ class Weights:
     vocab_size: int
     sets: list[str]
     """The options that name the sets of weights."""
+    adapter: Path
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +51,12 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
         (root / name).mkdir()
         save_file(tensors, root / name / "model.safetensors")
         options += [f"--{name}", str(root / name)]
-    return Weights(root, config.vocab_size, options)
+    return Weights(root, config.vocab_size, options, make_adapter(root / "adapter", 1))
 
 
 @pytest.fixture(scope="module")
 def server(weights: Weights) -> Iterator[Running]:
-    config = ServerConfig(port=0, log_requests=False, enable_rl=True, weights_dir=str(weights.model))
+    config = ServerConfig(port=0, log_requests=False, enable_rl=True, enable_lora=True, weights_dir=str(weights.model))
     with running(weights.model / "model", config) as one:
         yield one
 
@@ -73,9 +75,10 @@ def checked(url: str, weights: Weights, *options: str) -> tuple[int, JSON]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_this_server_has_every_property(server: Running, weights: Weights, dialect: str) -> None:
-    code, report = checked(server.url, weights, "--dialect", dialect, "--pid", str(os.getpid()), "--adapter", "none")
-    found = {row["check"]: row["result"] for row in report["checks"] if row["result"] != "pass"}
-    assert found == {"adapters leave the base alone": "not offered"}, report
+    code, report = checked(
+        server.url, weights, "--dialect", dialect, "--pid", str(os.getpid()), "--adapter", str(weights.adapter)
+    )
+    assert {row["result"] for row in report["checks"]} == {"pass"}, report
     assert (code, report["failed"]) == (0, 0)
 
 

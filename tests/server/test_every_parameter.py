@@ -19,12 +19,14 @@ import pytest
 import tokenizers
 
 import nano_inference
+from nano_inference.server.config import ServerConfig
 from nano_inference.server.dialects.responses import LOGPROBS
 from nano_inference.server.dialects.responses_reply import encoded
 from nano_inference.server.schema import Body
 from tests.server.mounted import CONVERTING, GENERATING, NANOCHATS, ids, mounted
 from tests.server.reasoner import make_reasoner
 from tests.server.tiny import Running, make_tiny, running
+from tests.server.trainer import make_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -716,6 +718,7 @@ SGLANG_TABLE: Table = {
     "return_sampling_mask": turn("form", True, False),
     "rid": turn("id", "one", "two"),
     "extra_key": turn("cached", "sglang1", "sglang2", text=LONG),
+    "lora_path": turn("tokens", "adapter"),
     "sampling_params.custom_params": turn("form", {"return_top_p_token_ids": True}, None, sampling_params={"top_k": 2}),
     "sampling_params.custom_params.return_top_p_token_ids": turn("form", True, False, sampling_params={"top_k": 2}),
 }
@@ -867,8 +870,10 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, R
     core.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(TALK)
     reasoner = make_reasoner(tmp_path_factory.mktemp("reasoner"))
+    adapter = make_adapter(tmp_path_factory.mktemp("adapters") / "adapter", 1)
+    options: JSON = {"port": 0, "log_requests": False, "enable_lora": True, "lora_modules": (f"adapter={adapter}",)}
     with (
-        mounted(directory, NANOCHATS) as tiny,
+        mounted(directory, NANOCHATS, config=ServerConfig(**options)) as tiny,
         running(directory, max_model_len=336) as short,
         running(CALCULATOR) as calculator,
         running(reasoner) as reasoning,

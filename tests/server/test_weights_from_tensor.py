@@ -209,7 +209,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "a negative size": (raw(shared(b"/torch_1_1_1", size=-1)), "at least 0"),
     "no tensor": (texts([("a", 1)]), "not a tensor"),
     "no name": (texts([(1, 1)]), "name must be text"),
-    "a dict": (texts({"a": 1}), "a list of (name, tensor)"),
+    "a dict": (texts({"a": 1}), "not a tensor in shared memory"),
 }
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from nano_inference import EngineConfig, InferenceEngine, SamplingParams, TrainingSample
 from nano_inference.server.config import ServerConfig
@@ -43,6 +46,35 @@ def make_weights(tiny: Path, target: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     config = transformers.AutoConfig.from_pretrained(tiny)
     transformers.LlamaForCausalLM(config).save_pretrained(target)
+    return target
+
+
+SIZES = {"self_attn.q_proj": (32, 32), "self_attn.o_proj": (32, 32), "mlp.down_proj": (64, 32)}
+"""Module of the tiny model's layers -> its inputs and outputs."""
+
+
+def adapter_of(seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """Return the tensors of a LoRA of the tiny model that changes its answers."""
+    random = torch.Generator().manual_seed(seed)
+    found = {}
+    for layer, (module, (num_inputs, num_outputs)) in product(range(2), SIZES.items()):
+        name = f"base_model.model.model.layers.{layer}.{module}"
+        found[f"{name}.lora_A.weight"] = torch.randn(rank, num_inputs, generator=random) * 0.3
+        found[f"{name}.lora_B.weight"] = torch.randn(num_outputs, rank, generator=random) * 0.3
+    return found
+
+
+def adapter_config(rank: int = 4, **changes: Any) -> dict[str, Any]:
+    """Return PEFT's configuration of it."""
+    modules = [name.partition(".")[2] for name in SIZES]
+    return {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"} | changes
+
+
+def make_adapter(target: Path, seed: int, rank: int = 4, **changes: Any) -> Path:
+    """Write it as PEFT does."""
+    target.mkdir(parents=True)
+    (target / "adapter_config.json").write_text(json.dumps(adapter_config(rank, **changes)))
+    save_file(adapter_of(seed, rank), target / "adapter_model.safetensors")
     return target
 
 

@@ -65,6 +65,8 @@ def value_of(form: str, pairs: list[tuple[str, torch.Tensor]]) -> Any:
     """Return what a trainer serializes."""
     if form == "parameters":
         return [(name, torch.nn.Parameter(tensor)) for name, tensor in pairs]
+    if form == "adapter":
+        return dict(pairs)
     if form == "tied":
         ((name, tensor),) = pairs
         return [(name, tensor), (f"{name}.tied", tensor)]

@@ -101,7 +101,7 @@ def warn(config: ServerConfig) -> None:
     if not is_loopback_name(config.host) and not has_key and config.insecure:
         note(f"WARNING: any client that reaches {config.host} can use this server: there is no API key (--insecure)")
     has_admin_key = bool(config.admin_key or config.admin_key_file)
-    if config.enable_rl and not is_loopback_name(config.host) and not has_admin_key and config.insecure:
+    if config.takes_commands and not is_loopback_name(config.host) and not has_admin_key and config.insecure:
         note(f"WARNING: any client that reaches {config.host} can change weights: there is no admin key (--insecure)")
     if "*" in config.cors_origin:
         note("WARNING: every web page can call this server (--cors-origin *)")
@@ -134,7 +134,7 @@ def banner(opened: LoadedModel, config: ServerConfig, url: str, wanted_context: 
     own = "the model's generation_config.json"
     origin = own if model.generation else f"--generation-config {config.generation_config}"
     lines = [
-        f"ready: {', '.join(model.names)}",
+        f"ready: {', '.join(model.all_names)}",
         *place_lines(config, url),
         f"  context {context}, KV cache {num_slots} tokens, " + ("API key required" if has_key else "no API key"),
         f"  default sampling of requests: {differing(model.generation) or 'temperature 1.0'} ({origin})",

@@ -118,7 +118,9 @@ class App:
             *(("the server", routing.Route(path, endpoint, methods=["GET"])) for path, endpoint in gets.items()),
             *(
                 ("the server", route)
-                for route in rl_routes(self.link, self.config, self._policy, self.pipeline.require_loaded)
+                for route in rl_routes(
+                    self.link, self.config, self._policy, self.pipeline.require_loaded, self.pipeline.set_adapters
+                )
             ),
         ]
         owners: dict[tuple[str, str], str] = {}
@@ -162,7 +164,7 @@ class App:
 
     async def models(self, request: Request) -> Response:
         model = self.pipeline.require_loaded().model
-        return json_response({"object": "list", "data": [model.card(name) for name in model.names]})
+        return json_response({"object": "list", "data": [model.card(name) for name in model.all_names]})
 
     async def model_card(self, request: Request) -> Response:
         """GET /v1/models/{id}; the id may contain slashes, and if it is empty all are listed."""

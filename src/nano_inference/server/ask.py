@@ -362,6 +362,7 @@ def _with_requests(
             salt=salt,
             make_matcher=matcher,
             program=program,
+            adapter=model.adapter_for(body.model),
             beginning=beginning,
             is_streamed=generation.stream,
             reports_prefill=generation.progress or (generation.echo_logprobs and generation.stream),

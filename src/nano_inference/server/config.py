@@ -92,6 +92,10 @@ class ServerConfig:
         None, "most tokens of an answer to requests that set no limit (default: to the end of the context)", integer(1)
     )
     enable_rl: bool = helped(False, "open the routes of RL trainers: pause, abort, weights, versions")
+    enable_lora: bool = helped(
+        False, "open the routes that load LoRA adapters; requests name an adapter in place of the model"
+    )
+    lora_modules: tuple[str, ...] = texts("adapter to load at the start, as NAME=PATH; may be repeated")
 
     api_key: tuple[str, ...] = texts(
         "key that clients must send; may be repeated (others can see it in ps)", is_secret=True
@@ -99,10 +103,12 @@ class ServerConfig:
     api_key_file: str | None = helped(None, "file with a key on each line, which only its owner may read")
     insecure: bool = helped(False, "listen beyond loopback without a key; allow keys of less than 8 characters")
     admin_key: tuple[str, ...] = texts(
-        "key that those routes need, and that opens all others; may be repeated", is_secret=True
+        "key that these routes need, and that opens all others; may be repeated", is_secret=True
     )
     admin_key_file: str | None = helped(None, "file with an admin key on each line, which only its owner may read")
-    weights_dir: str | None = helped(None, "directory below which a trainer may name weights to load", check_text)
+    weights_dir: str | None = helped(
+        None, "directory below which a trainer may name weights or adapters to load", check_text
+    )
     weight_timeout: float = helped(
         300.0, "seconds in which the weights of an update must have come", number(0, 86400, open_low=True)
     )
@@ -231,11 +237,15 @@ class ServerConfig:
         text = "generation_config must be none with enable_rl: the model's own defaults would skew rollouts"
         yield self.enable_rl and self.generation_config != "none", text
         for name in ("weights_dir", "admin_key", "admin_key_file"):
-            yield getattr(self, name) and not self.enable_rl, f"{name} is for a trainer: it needs enable_rl"
+            text = f"{name} is for a trainer: it needs enable_rl or enable_lora"
+            yield getattr(self, name) and not self.takes_commands, text
+        yield self.lora_modules and not self.enable_lora, "lora_modules needs enable_lora"
+        for module in self.lora_modules:
+            yield not all(module.partition("=")), f"lora_modules must be NAME=PATH, got {module[:200]!r}"
         both = self.replicas is not None and bool(self.workers)
         yield both, "replicas starts engines, workers names running ones: set one of them"
         text = "workers: routes for trainers need replicas of this server, or a RolloutPool"
-        yield self.workers and self.enable_rl, text
+        yield self.workers and self.takes_commands, text
         several = bool(self.further_model)
         for name in ("models_memory", "max_loaded_models"):
             text = f"{name} is for several models: it needs further_model"
@@ -245,7 +255,12 @@ class ServerConfig:
             yield several and getattr(self, name) is not None, text
         text = "further_model cannot be used with replicas or workers, which serve one model"
         yield several and (self.replicas is not None or self.workers), text
-        yield several and self.enable_rl, "further_model: routes for trainers need a server of one model"
+        yield several and self.takes_commands, "further_model: routes for trainers need a server of one model"
+
+    @property
+    def takes_commands(self) -> bool:
+        """Whether some routes change what others get."""
+        return self.enable_rl or self.enable_lora
 
     def to_dict(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

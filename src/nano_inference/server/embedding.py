@@ -46,7 +46,7 @@ class EmbeddingBody(Body):
 def ask_embedding(body: EmbeddingBody, model: ServedModel, config: ServerConfig, salt: str) -> Generation:
     """Return what a body asks for: one request for each text. Raises `ApiError` naming the invalid field."""
     model.name_for(body.model)
-    size = model.limits.hidden_size
+    adapter, size = model.adapter_for(body.model), model.limits.hidden_size
     if body.dimensions is not None and size and body.dimensions > size:
         message = f"dimensions must be at most {size}, the size of this model's embeddings, got {body.dimensions}"
         raise ApiError(400, message, param="dimensions")
@@ -57,7 +57,7 @@ def ask_embedding(body: EmbeddingBody, model: ServedModel, config: ServerConfig,
     is_single = isinstance(given, str) or any(isinstance(one, int) for one in given)
     inputs = [("input", given)] if is_single else [(f"input.{index}", one) for index, one in enumerate(given)]
     requests = tuple(
-        EngineRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt)
+        EngineRequest(prompt=_prompt(text, field, body, model, params), params=params, salt=salt, adapter=adapter)
         for field, text in inputs
     )
     return Generation(

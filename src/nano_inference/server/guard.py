@@ -103,15 +103,16 @@ def policy_of(
 ) -> GuardPolicy:
     """Return the policy of a configuration. Raises `ValueError` naming an invalid or unsafe field.
 
-    `admin_paths` need an admin key if `enable_rl` is set; without it they have no effect.
+    `admin_paths` need an admin key if the configuration opens some of them; without it they have no effect.
     """
     is_loopback = is_loopback_name(config.host)
     admins = KeyRing.of(load_admin_keys(config))
     if not (is_loopback or not keys.is_empty or config.insecure):
         text = f"host {config.host} can be reached from other machines: set api_key_file or api_key, or insecure"
         raise SettingError(text, "host", "insecure")
-    if config.enable_rl and not (is_loopback or not admins.is_empty or config.insecure):
-        text = f"enable_rl: host {config.host} can be reached from other machines: set admin_key_file or admin_key"
+    if config.takes_commands and not (is_loopback or not admins.is_empty or config.insecure):
+        opened = "enable_rl" if config.enable_rl else "enable_lora"
+        text = f"{opened}: host {config.host} can be reached from other machines: set admin_key_file or admin_key"
         raise SettingError(f"{text}, or insecure", "host", "insecure")
     for origin in config.cors_origin:
         if origin not in ("*", LOCALHOST) and not _ORIGIN.fullmatch(origin):
@@ -120,8 +121,8 @@ def policy_of(
     return GuardPolicy(
         keys=keys.with_admins(admins),
         admins=admins,
-        admin_paths=admin_paths if config.enable_rl else frozenset(),
-        stream_paths=stream_paths if config.enable_rl else frozenset(),
+        admin_paths=admin_paths if config.takes_commands else frozenset(),
+        stream_paths=stream_paths if config.takes_commands else frozenset(),
         is_loopback=is_loopback and config.uds is None,  # web pages reach no Unix socket, whatever name it has
         allowed_hosts=hosts_to_allow(config),
         cors_origins=frozenset(config.cors_origin),
@@ -139,7 +140,7 @@ def _client_share(config: ServerConfig, keys: KeyRing, admins: KeyRing) -> float
     is_alone = len(keys.digests) + len(admins.digests) == 1
     if keys.is_empty:
         is_alone = is_loopback_name(config.host) and not config.trusted_proxy
-    has_open_commands = config.enable_rl and admins.is_empty  # any client can end what others have
+    has_open_commands = config.takes_commands and admins.is_empty  # any client can end what others have
     return 1.0 if is_alone or has_open_commands else DEFAULT_SHARE
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,15 +20,16 @@ from nano_inference.loading.kinds import installed_kinds
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import LoadedModel
 from nano_inference.server.metrics import Metrics
-from nano_inference.server.model import ServedModel
+from nano_inference.server.model import ServedModel, tagged
 from nano_inference.server.prompts import default_variables
+from nano_inference.support.files import path_of
 from nano_inference.text.chat import given_template
 from nano_inference.text.dialogue import Dialogue, TemplateDialogue, load_dialogue
 from nano_inference.text.generation_config import chat_defaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.kinds import TokenizerKind, TokenizerSource
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import ModelError
+from nano_inference.types import BadRequest, ModelError, UpdateBusy
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -62,8 +63,10 @@ def open_model(engine_config: EngineConfig, config: ServerConfig, *, name: str, 
         chats = chats._replace(sampling=MappingProxyType({**chats.sampling, "temperature": config.temp}))
     tokenizer = parts.load_tokenizer()
     engine = InferenceEngine(engine_config, parts=parts)
+    names = config.served_model_name or (name,)
+    load_adapters(engine, config.lora_modules, names)
     model = ServedModel(
-        names=config.served_model_name or (name,),
+        names=names,
         any_name=config.any_model,
         created=int(time.time()),
         tokenizer=tokenizer,
@@ -77,6 +80,7 @@ def open_model(engine_config: EngineConfig, config: ServerConfig, *, name: str, 
         chat_defaults=chats,
         facts=model_facts(engine_config, parts),
         longest_token=max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
+        adapters=engine.adapters(),
     )
     metrics = Metrics(
         model_name=model.name,
@@ -85,6 +89,20 @@ def open_model(engine_config: EngineConfig, config: ServerConfig, *, name: str, 
         cache_config=cache_facts(engine_config, parts),
     )
     return LoadedModel(engine=engine, metrics=metrics, model=model, step_tokens=engine_config.max_tokens_per_batch)
+
+
+def load_adapters(engine: InferenceEngine, modules: Sequence[str], names: Sequence[str]) -> None:
+    """Load adapters given as NAME=PATH. Raises `ValueError` for one that cannot be loaded, or has a name in use."""
+    used = set(map(tagged, names))
+    for module in modules:
+        name, _, path = module.partition("=")
+        if tagged(name) in used:
+            raise ValueError(f"lora_modules: the name {name} is used twice")
+        used.add(tagged(name))
+        try:
+            engine.load_adapter(name, path_of(path, "lora_modules"))
+        except (BadRequest, UpdateBusy) as error:
+            raise ValueError(f"lora_modules: {name}: {error}") from None
 
 
 def served_dialogue(

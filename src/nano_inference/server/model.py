@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,7 @@ from nano_inference.text.dialogue import Dialogue
 from nano_inference.text.generation_config import MODELS_OWN, ChatDefaults
 from nano_inference.text.grammar import Grammars
 from nano_inference.text.tokenizer import Tokenizer
-from nano_inference.types import SamplingParams
+from nano_inference.types import AdapterInfo, SamplingParams
 
 OWNER = "nano-inference"  # `owned_by` of the models in GET /v1/models
 _PLAIN = SamplingParams()
@@ -42,10 +43,16 @@ class ServedModel:
     facts: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Facts shown by GET /info: architecture, precision, kernels."""
     longest_token: int  # bytes of the longest token; bounds a text's number of tokens from below
+    adapters: tuple[AdapterInfo, ...] = ()  # loaded LoRA adapters, whose names requests may give as the model's
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of the model and of its adapters."""
+        return (*self.names, *(one.name for one in self.adapters))
 
     @property
     def fingerprint(self) -> str:
@@ -67,18 +74,27 @@ class ServedModel:
         """
         if asked is None or asked == "":
             return self.name
-        if self.any_name or tagged(asked) in map(tagged, self.names):
+        if self.any_name or tagged(asked) in map(tagged, self.all_names):
             return asked
-        raise unknown_model(asked, self.names)
+        raise unknown_model(asked, self.all_names)
+
+    def adapter_for(self, asked: str | None) -> str | None:
+        """Return the name of the adapter that a request's `model` means; None if it means the model alone."""
+        found = self._adapter(asked)
+        return None if found is None else found.name
+
+    def _adapter(self, asked: str | None) -> AdapterInfo | None:
+        return next((one for one in self.adapters if asked and tagged(one.name) == tagged(asked)), None)
 
     def card(self, name: str) -> dict[str, Any]:
         """Return the /v1/models entry of one of the names."""
+        adapter = self._adapter(name)
         return {
             "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": OWNER,
-            "root": self.name,
+            "root": self.name if adapter is None else PurePath(adapter.source).name or name,
             "parent": None if name == self.name else self.name,
             "max_model_len": self.limits.max_model_len,
             "permission": [],

@@ -33,7 +33,7 @@ from nano_inference.server.reply_store import ClientReplies, ReplyStore
 from nano_inference.server.security import Client
 from nano_inference.server.transcript import Transcript, reply_size, transcripts_of
 from nano_inference.server.worker_pool import BodyWorkers, Compilers, WorkerPool
-from nano_inference.types import BadRequest
+from nano_inference.types import AdapterInfo, BadRequest
 
 Part = Callable[[Transcript, DecodedDelta], bytes]  # returns the events that a client is sent for a delta
 
@@ -97,6 +97,11 @@ class Pipeline:
         _ = self.link.engine  # raises unless it accepts requests
         assert self.loaded is not None, "requests are accepted after the model is loaded"
         return self.loaded
+
+    def set_adapters(self, adapters: Sequence[AdapterInfo]) -> None:
+        """Let requests name these adapters, and no others."""
+        assert self.loaded is not None, "the model is loaded"
+        self.loaded = replace(self.loaded, model=replace(self.loaded.model, adapters=tuple(adapters)))
 
     # ---- a route whose reply comes from the engine ------------------------------------------------------------------
 

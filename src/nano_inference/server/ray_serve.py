@@ -30,10 +30,11 @@ def deployment(engine: EngineConfig, server: ServerConfig) -> Any:
     Its `options` set replicas, GPUs and scaling; `bind()` makes the application. A replica holds as many requests as
     its engine runs at once, and `server.max_queued_requests` more wait in each of Serve's proxies. Models are fetched
     into the cache of the replica's machine. Raises `MissingPackage`, and `ValueError` for settings that a replica
-    cannot have: those of a listener, and `enable_rl`, since weights of one replica alone must not change.
+    cannot have: those of a listener, `enable_rl` and `enable_lora`, since weights of one replica alone must not change.
     """
-    if server.enable_rl:
-        raise ValueError("enable_rl: is not supported with replicas; a RolloutPool updates several engines together")
+    if server.takes_commands:
+        name = "enable_rl" if server.enable_rl else "enable_lora"
+        raise ValueError(f"{name}: is not supported with replicas; a RolloutPool updates several engines together")
     HostedApp(engine, server, default_cache(os.environ))  # checks the settings
     try:
         from ray import serve

@@ -297,6 +297,8 @@ def token_facts(decoded: DecodedDelta, generation: Generation) -> JSON:
     if generation.token_ids:
         versions = list(delta.versions)
         facts = {"token_ids": list(delta.token_ids), "mask": list(delta.mask), "token_versions": versions}
+        if delta.adapter_versions:
+            facts["adapter_token_versions"] = list(delta.adapter_versions)
     if delta.raw_logprobs is not None:
         facts["raw_logprobs"] = list(delta.raw_logprobs)
     if delta.sampling_masks is not None:
@@ -317,7 +319,7 @@ def sample_facts(transcript: Transcript, generation: Generation) -> JSON:
 
 
 def version_facts(transcript: Transcript, generation: Generation) -> JSON:
-    """Return the spans of tokens sampled with the same weights, in vLLM's form.
+    """Return the spans of tokens sampled with the same weights, in vLLM's form, and those of an adapter's versions.
 
     `version` is the trainer's label, or else the number of updates before, which is also in `number`. `lineage`
     identifies the engine that counted; it is present once the sample has ended.
@@ -326,12 +328,17 @@ def version_facts(transcript: Transcript, generation: Generation) -> JSON:
         return {}
     labels = transcript.sample.version_labels if transcript.sample is not None else {}
     lineage = transcript.sample.lineage if transcript.sample is not None else None
-    return ({} if lineage is None else {"lineage": lineage}) | {
-        "weight_versions": [
-            {"version": str(number if label is None else label), "start": start, "end": end, "number": number}
-            for number, start, end, label in spans_of(transcript.versions, labels)
-        ]
-    }
+    facts: JSON = {} if lineage is None else {"lineage": lineage}
+    facts["weight_versions"] = [
+        {"version": str(number if label is None else label), "start": start, "end": end, "number": number}
+        for number, start, end, label in spans_of(transcript.versions, labels)
+    ]
+    spans, start = [], 0
+    for version, run in groupby(transcript.adapter_versions):
+        end = start + len(list(run))
+        spans.append({"version": str(version), "start": start, "end": end})
+        start = end
+    return facts | ({"adapter_versions": spans} if spans else {})
 
 
 def joined(parts: Sequence[Part]) -> list[Part]:

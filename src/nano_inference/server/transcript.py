@@ -21,7 +21,7 @@ from nano_inference.text.dialogue import Part
 from nano_inference.text.reasoning import ReasoningSplitter
 from nano_inference.text.tool_calls import CallsState, finish, push, start
 from nano_inference.text.tool_events import CallEnd, Content, Event, Reasoning, settled
-from nano_inference.types import Delta, SamplingMask, StopReason, TrainingSample
+from nano_inference.types import Delta, SamplingMask, StopReason, TrainingSample, WeightLabel
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class Transcript:
     num_calls: int = 0  # complete tool calls
     mask: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    adapter_versions: list[WeightLabel] = field(default_factory=list)  # empty without an adapter
     sampling_masks: list[SamplingMask] = field(default_factory=list)
     num_reported: int | None = None  # tokens of the prompt in the latest report of its prefill (`timings`)
     times: SampleTimes | None = None  # times of the sample's events so far; None if unknown
@@ -67,6 +68,7 @@ class Transcript:
         if decoded.delta is not None:
             self.mask += decoded.delta.mask
             self.versions += decoded.delta.versions
+            self.adapter_versions += decoded.delta.adapter_versions
             self.sample = decoded.delta.sample
             if keep:
                 self.sampling_masks += decoded.delta.sampling_masks or ()

@@ -147,6 +147,7 @@ def read_tensors(text: str) -> list[tuple[str, SharedTensor]]:
     A pickle inside it that has several names is read once, and its tensor returned for each of them.
     """
     tree = read_data(_decoded(text), _NAMES)
+    tree = list(tree.items()) if isinstance(tree, dict) else tree  # of adapters
     if not isinstance(tree, list):
         raise PickleError("it must be a list of (name, tensor), or a bucket with load_format flattened_bucket")
     found = []

@@ -31,8 +31,8 @@ class ShowBody(Body):
 
 
 def tags(model: ServedModel, occupancy: Occupancy) -> JSON:
-    """Return the reply of GET /api/tags: every name of the model, with its tag."""
-    return {"models": [_entry(name, model) for name in model.names]}
+    """Return the reply of GET /api/tags: every name of the model and of its adapters, with its tag."""
+    return {"models": [_entry(name, model) for name in model.all_names]}
 
 
 def tags_of_models(replies: Sequence[JSON], unloaded: Sequence[UnloadedModel]) -> JSON:

@@ -38,6 +38,7 @@ _GROWTH_DIVISOR = 64
 all events are then linear in the length of the answer, not quadratic."""
 
 NamedIds = Annotated[list[schema.TokenId], Field(max_length=schema.MAX_NAMED)]
+AdapterName = Annotated[str, Field(max_length=512)]
 _Each = Annotated[list[_T], Field(max_length=schema.MAX_PROMPTS)]  # one value for each prompt
 
 
@@ -94,6 +95,7 @@ class SglangBody(Body):
     rid: schema.Name | _Each[schema.Name] | None = None
     cache_salt: schema.Salt | None = Field(default=None, alias="extra_key")
     """Requests share cached prefixes only if they have the same value."""
+    lora_path: AdapterName | _Each[AdapterName | None] | None = None  # name of a loaded adapter; SGLang calls it a path
 
 
 _PARAM_NAMES: Mapping[str, str] = {
@@ -109,6 +111,7 @@ _BODY_NAMES: Mapping[str, str] = {
     "prompt_logprobs": "logprob_start_len",
     "logprob_token_ids": "token_ids_logprob",
     "cache_salt": "extra_key",
+    "model": "lora_path",
 }
 """Field of `CompletionBody` -> field of `SglangBody`, for error messages."""
 
@@ -141,8 +144,11 @@ def ask_sglang(body: SglangBody, model: ServedModel, config: ServerConfig, salt:
     prompts: list[Any] = given if is_list else [given]
     params = _per_prompt(body.sampling_params, SglangParams(), len(prompts), "sampling_params")
     options = _prompt_options(body, params)
+    adapters = _per_prompt(body.lora_path, None, len(prompts), "lora_path")
     fields: list[JSON] = []  # of a `CompletionBody` for each prompt, without the prompt
-    for one, option in zip(params, options, strict=True):
+    for one, option, adapter in zip(params, options, adapters, strict=True):
+        if adapter and model.adapter_for(adapter) is None:
+            raise refused("lora_path", f"no adapter {adapter[:200]!r} is loaded")
         values = given_fields(one)
         known: JSON = {field: values[name] for field, name in _PARAM_NAMES.items() if name in values}
         if option.logprobs:
@@ -151,7 +157,7 @@ def ask_sglang(body: SglangBody, model: ServedModel, config: ServerConfig, salt:
             known["prompt_logprobs"] = option.top
         masks = bool(body.return_sampling_mask) or option.kept
         known |= {"max_tokens": one.max_new_tokens, "return_sampling_mask": masks}
-        fields.append(known | {"return_token_ids": True, "stream": body.stream})
+        fields.append(known | {"model": adapter or None, "return_token_ids": True, "stream": body.stream})
     generations: list[Generation] = []
     for _, run in groupby(range(len(prompts)), key=fields.__getitem__):  # prompts with equal fields are translated once
         indices = list(run)

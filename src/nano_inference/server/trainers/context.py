@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from nano_inference.server.body import parse, read_json
 from nano_inference.server.config import ServerConfig
@@ -66,6 +66,8 @@ class RLContext:
     control: Control
     updates: Updates
     groups: Groups
+    serve_adapters: Callable[[], Awaitable[None]]
+    """Makes the loaded adapters those that requests may name."""
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
@@ -137,6 +139,7 @@ class Command:
     methods: tuple[str, ...] = ("POST",)
     takes_stream: bool = False
     """The request's body is bytes; the fields are in the query."""
+    is_text: bool = False  # the reply is its `message`
 
     async def run(self, context: RLContext, request: Request) -> Response:
         """Answer a request. Raises `ApiError` for what is not a defect of the server."""
@@ -147,6 +150,8 @@ class Command:
                 data = await read_body(request.receive, policy.max_body_bytes, policy.body_timeout)
             found = await self.call(context, fields_of(self, request, data), request)
             info, fields = (found, {}) if isinstance(found, WeightInfo) else (None, found or {})
+            if self.is_text:
+                return PlainTextResponse(str(fields["message"]))
             return json_response({**self.reply, **fields, **await context.facts(info)})
         except CLIENT_ERRORS as error:
             raise client_error(error, context.root) from None

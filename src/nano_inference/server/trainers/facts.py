@@ -74,6 +74,8 @@ async def _server_info(context: RLContext, request: Request) -> JSON:
     if form != "json":
         raise ApiError(400, f"config_format must be json, got {form[:64]!r}", param="config_format")
     model, limits = context.opened().model, context.opened().model.limits
+    engine = context.opened().engine.config
+    lora = {"max_lora_rank": engine.max_adapter_rank, "max_loras": engine.max_adapters}
     dtype = await context.link.engine.call(lambda engine: engine.weights_dtype())
     return {
         "vllm_config": {  # the parts that trainers read
@@ -86,7 +88,7 @@ async def _server_info(context: RLContext, request: Request) -> JSON:
                 "max_logprobs": context.config.max_logprobs,
             },
             "weight_transfer_config": {"backend": context.backend},
-            "lora_config": None,
+            "lora_config": lora if context.config.enable_lora else None,
             "parallel_config": {"data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1},
             "cache_config": {"block_size": limits.block_size, "num_gpu_blocks": limits.num_blocks},
         },

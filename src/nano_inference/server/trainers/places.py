@@ -34,6 +34,11 @@ async def weights_at(root: Path | None, path: str, field: str) -> Iterator[tuple
     return weights_below(root, place)
 
 
+async def adapter_at(root: Path | None, path: str, field: str) -> Path:
+    """Return the directory of an adapter at a client's path. Raises `ApiError` as `seen_at` does."""
+    return await seen_at(root, path, field, lambda place: place)
+
+
 async def stamps_at(root: Path | None, path: str, field: str) -> Stamps:
     """Return name, size and time of change of the weight files at a client's path. Raises as `seen_at` does."""
 
@@ -80,7 +85,7 @@ def place_of(root: Path | None, path: str, field: str) -> Path:
             raise refused("there is no directory of that name below --weights-dir, to which names are relative")
         if not (files := weight_files(place)):
             raise refused("the directory has no safetensors files and no pytorch_model.bin")
-        if not all(file.resolve().is_relative_to(root) for file in files):
+        if not all(file.resolve().is_relative_to(root) for file in (*files, *place.glob("*.json"))):
             raise refused("leads outside --weights-dir", 403)
         return place
     except (OSError, RuntimeError) as error:  # a loop of links, a name that is too long, no permission

@@ -1,5 +1,5 @@
 """The trainer routes. Without `--enable-rl`, those that describe the model and the load are open, and the paths of the
-others return an error that names the option.
+others return an error that names the option; those of adapters need `--enable-lora`.
 
 Commands, which change state, need an admin key. vLLM's names:
 vllm/entrypoints/serve/{rlhf,sleep,cache,instrumentator}/api_router.py. SGLang's names:
@@ -8,7 +8,7 @@ sglang/srt/entrypoints/http_server.py.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from nano_inference.server.config import ServerConfig
 from nano_inference.server.engine_link import EngineLink, LoadedModel
 from nano_inference.server.errors import ApiError
 from nano_inference.server.guard import GuardPolicy
+from nano_inference.server.trainers.adapters import SGLANG_LORA_COMMANDS, VLLM_LORA_COMMANDS
 from nano_inference.server.trainers.context import CLIENT_ERRORS, RLContext, client_error, json_response
 from nano_inference.server.trainers.control import Control
 from nano_inference.server.trainers.facts import DESCRIPTIONS, QUERIES
@@ -28,30 +29,39 @@ from nano_inference.server.trainers.places import weights_root
 from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
 from nano_inference.server.trainers.updates import Updates
 from nano_inference.server.trainers.vllm import VLLM_COMMANDS
+from nano_inference.types import AdapterInfo
 
 REFUSED_COMMANDS = frozenset(
     {
         *("/update_weights_from_ipc", "/begin_weight_update", "/end_weight_update"),
         *("/get_weights_by_name", "/collective_rpc", "/release_kv_cache_memory"),
-        *("/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     }
 )
 """Commands that trainers send and this server does not support."""
 QUESTIONS = frozenset(QUERIES)  # GET paths, which change nothing; an ordinary key is enough
-ADMIN_PATHS = frozenset(one.path for one in (*VLLM_COMMANDS, *SGLANG_COMMANDS)) | REFUSED_COMMANDS
+LORA_PATHS = frozenset(one.path for one in (*VLLM_LORA_COMMANDS, *SGLANG_LORA_COMMANDS))
+ADMIN_PATHS = frozenset(one.path for one in (*VLLM_COMMANDS, *SGLANG_COMMANDS)) | LORA_PATHS | REFUSED_COMMANDS
 """All paths that need an admin key."""
 STREAM_PATHS = frozenset(one.path for one in VLLM_COMMANDS if one.takes_stream)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def rl_routes(
-    link: EngineLink, config: ServerConfig, policy: GuardPolicy, opened: Callable[[], LoadedModel]
+    link: EngineLink,
+    config: ServerConfig,
+    policy: GuardPolicy,
+    opened: Callable[[], LoadedModel],
+    set_adapters: Callable[[Sequence[AdapterInfo]], None],
 ) -> list[Route]:
     """Return the routes. They do not check keys: `guard` must be in front of them.
 
-    `opened` returns the loaded model, or raises `ApiError` while it is loading. Raises `ValueError` if
-    `config.weights_dir` is not a directory.
+    `opened` returns the loaded model, or raises `ApiError` while it is loading; `set_adapters` changes its adapters.
+    Raises `ValueError` if `config.weights_dir` is not a directory.
     """
+
+    async def serve_adapters() -> None:
+        set_adapters(await link.engine.adapters())
+
     context = RLContext(
         config=config,
         policy=policy,
@@ -61,18 +71,24 @@ def rl_routes(
         control=Control(link),
         updates=Updates(link, config.weight_timeout),
         groups=Groups(config.weight_timeout, lambda: opened().engine.weight_shapes()),
+        serve_adapters=serve_adapters,
     )
     is_open = QUESTIONS if config.enable_rl else DESCRIPTIONS
     routes = [Route(path, partial(_answer, path, context), methods=["GET"]) for path in QUERIES if path in is_open]
+    vllms = (*(VLLM_COMMANDS if config.enable_rl else ()), *(VLLM_LORA_COMMANDS if config.enable_lora else ()))
+    sglangs = (*(SGLANG_COMMANDS if config.enable_rl else ()), *(SGLANG_LORA_COMMANDS if config.enable_lora else ()))
+    routes += [Route(one.path, partial(one.run, context), methods=one.methods) for one in vllms]
+    routes += [Route(one.path, _sglangs(partial(one.run, context)), methods=one.methods) for one in sglangs]
+    if not config.enable_lora:
+        routes += [_refused(path, 404, _NEEDS_LORA, ("GET", "POST")) for path in sorted(LORA_PATHS)]
     if not config.enable_rl:
-        closed = sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS)
+        closed = sorted((ADMIN_PATHS | QUESTIONS) - DESCRIPTIONS - LORA_PATHS)
         return [*routes, *(_refused(path, 404, _NEEDS_RL, ("GET", "POST")) for path in closed)]
-    routes += [Route(one.path, partial(one.run, context), methods=one.methods) for one in VLLM_COMMANDS]
-    routes += [Route(one.path, _sglangs(partial(one.run, context)), methods=one.methods) for one in SGLANG_COMMANDS]
     return [*routes, *(_refused(path, 501, _UNSUPPORTED, ("POST",)) for path in sorted(REFUSED_COMMANDS))]
 
 
 _NEEDS_RL = "no such path: {}; the routes for trainers need --enable-rl"
+_NEEDS_LORA = "no such path: {}; the routes for adapters need --enable-lora"
 _UNSUPPORTED = "{} is not supported by this server"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from starlette.requests import Request
 
@@ -29,8 +29,8 @@ from nano_inference.server.trainers.schema import (
 from nano_inference.server.trainers.updates import Source
 from nano_inference.types import PauseMode
 
-_FIELD = "serialized_named_tensors"
-_BUCKET = "flattened_bucket"
+TENSORS_FIELD = "serialized_named_tensors"
+BUCKET = "flattened_bucket"
 _MODES: Mapping[str, tuple[PauseMode, bool]] = {
     "abort": ("abort", False),
     "retract": ("keep", True),
@@ -96,15 +96,7 @@ async def _update_from_group(rl: RLContext, body: FromGroupBody, _: Request) -> 
 async def _update_from_tensor(rl: RLContext, body: FromTensorBody, request: Request) -> Reply:
     """Each call is one update, as in `_update_from_group`."""
     require_same_machine(request)
-    if body.load_format not in (None, _BUCKET):
-        text = f"load_format {body.load_format!r} is not supported; known: none, and {_BUCKET}"
-        raise ApiError(400, text, param="load_format")
-    if len(body.serialized_named_tensors) != 1:
-        num_ranks = len(body.serialized_named_tensors)
-        text = f"{_FIELD}: must have one entry, got {num_ranks}: to trainers, this server is one rank"
-        raise ApiError(400, text, param=_FIELD)
-    weights = _shared(body.serialized_named_tensors[0], is_bucket=body.load_format == _BUCKET)
-    return await rl.install(body.update(weights, partial=True))
+    return await rl.install(body.update(shared_source(body.serialized_named_tensors, body.load_format), partial=True))
 
 
 def require_same_machine(request: Request) -> None:
@@ -120,15 +112,26 @@ def require_same_machine(request: Request) -> None:
         address is not None and (address.is_loopback or (own is not None and address == parse_address(own[0])))
     )
     if not is_here or forwarded(request.scope["headers"]):
-        text = f"{_FIELD}: handles of shared memory are accepted from this machine only, and not through a proxy"
+        text = f"{TENSORS_FIELD}: handles of shared memory are accepted from this machine only, and not through a proxy"
         raise ApiError(403, f"{text}; send the weights by another route", code="other_machine")
 
 
+def shared_source(texts: Sequence[str], load_format: str | None) -> Source:
+    """Return the tensors of the pickles of all ranks, of which there must be one. Raises `ApiError`."""
+    if load_format not in (None, BUCKET):
+        text = f"load_format {load_format!r} is not supported; known: none, and {BUCKET}"
+        raise ApiError(400, text, param="load_format")
+    if len(texts) != 1:
+        text = f"{TENSORS_FIELD}: must have one entry, got {len(texts)}: to trainers, this server is one rank"
+        raise ApiError(400, text, param=TENSORS_FIELD)
+    return _shared(texts[0], is_bucket=load_format == BUCKET)
+
+
 def _shared(text: str, *, is_bucket: bool) -> Source:
-    """Yield the weights. The pickle is read on the gathering thread."""
+    """Yield the tensors. The pickle is read on the gathering thread."""
     from nano_inference.weights.shared_tensors import shared_weights  # imports torch: not on the event loop
 
-    yield from shared_weights(text, is_bucket=is_bucket, field=_FIELD)
+    yield from shared_weights(text, is_bucket=is_bucket, field=TENSORS_FIELD)
 
 
 async def _destroy_group(rl: RLContext, body: DestroyGroupBody, _: Request) -> JSON:
