@@ -27,7 +27,7 @@ class ThreadReplica:
 
     def __init__(self, directory: Path, shelf: Path, may_start: threading.Event) -> None:
         self.may_start = may_start
-        self._context = serving(directory, shelf, lineage="of-all-replicas")
+        self._context = serving(directory, shelf, lineage="of-all-replicas", enable_lora=True)
         self._stack = ExitStack()
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()

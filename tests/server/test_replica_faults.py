@@ -16,6 +16,7 @@ from nano_inference.server.guard import ClientGone
 from nano_inference.server.security import KeyRing
 from tests.server.emulated import ABORT, BODY, COMMIT, DISK, emulated
 
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 ONE, TWO = {"model_path": "one"}, {"model_path": "two"}
 HELD = {"model_path": "one", "hold": True}
 
@@ -348,6 +349,38 @@ async def test_a_command_that_no_replica_gets_is_not_kept(shelf: Path) -> None:
         group.may_start.set()
         await group.until(lambda: group.states == ["ready", "ready"])
         assert not any(one.is_paused for one in group.running)
+
+
+async def test_a_replica_that_dies_or_refuses_a_new_version_of_an_adapter_loads_it_when_it_starts(shelf: Path) -> None:
+    async with emulated(shelf) as group:
+        loading = group.gate(1, LOAD)
+        load = group.posting(LOAD, {"lora_name": "a", "lora_path": "one"})
+        await group.until(lambda: LOAD in group.running[1].paths)
+        assert (await group.post(DISK, ONE))[1]["error"]["code"] == "busy"
+        group.running[1].ended.set()
+        assert (await load)[0] == 200
+        loading.set()
+        await group.until(lambda: len(group.started[1]) == 2 and group.states == ["ready", "ready"])
+        assert group.running[1].paths == [LOAD]
+        group.refusing[LOAD] = {0: (400, "bad_adapter")}
+        assert (await group.post(LOAD, {"lora_name": "a", "lora_path": "two", "load_inplace": True}))[0] == 200
+        group.refusing.clear()
+        await group.until(lambda: len(group.started[0]) == 2 and group.states == ["ready", "ready"])
+        assert group.running[0].paths == [LOAD]
+        group.refusing[UNLOAD] = {0: (503, "engine_dead"), 1: (404, "adapter_not_found")}
+        assert (await group.post(UNLOAD, {"lora_name": "a"}))[0] == 503
+        group.refusing[UNLOAD] = {1: (404, "adapter_not_found")}
+        assert (await group.post(UNLOAD, {"lora_name": "a"}))[0] == 200
+        await group.kill(1)
+        assert group.running[1].paths == [] and len(group.started[0]) == 2
+
+
+async def test_an_adapter_that_cannot_be_loaded_again_keeps_a_replica_from_requests(shelf: Path) -> None:
+    async with emulated(shelf) as group:
+        await group.post(LOAD, {"lora_name": "a", "lora_path": "one"})
+        (shelf / "one" / "model.safetensors").write_bytes(b"other")
+        await group.kill(1, then="needs an update")
+        assert group.servers.all[1].error == "one has changed since it was installed"
 
 
 async def test_replicas_behind_a_unix_socket_need_a_secret_admin_key(shelf: Path) -> None:

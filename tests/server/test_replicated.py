@@ -15,7 +15,18 @@ from safetensors.torch import load_file, save, save_file
 from nano_inference.server.front.commands import OF_ONE_ENGINE
 from tests.server.replicated import BYTES, Group, replicated
 from tests.server.tiny import Running
-from tests.server.trainer import PROMPT, SHORT, fresh_tokens, held, make_weights, ok, refused, serving, until
+from tests.server.trainer import (
+    PROMPT,
+    SHORT,
+    fresh_tokens,
+    held,
+    make_adapter,
+    make_weights,
+    ok,
+    refused,
+    serving,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -363,3 +374,56 @@ def test_commands_need_an_admin_key_and_questions_any(tiny_directory: Path, shel
         assert ok(send(client, "sglang", "one", shelf))["version"] == 1
         group.kill(0)
         assert ok(client.get("/weight_info"))["version"] == 1
+
+
+# ---- adapters
+
+
+@pytest.fixture(scope="module")
+def adapters(shelf: Path) -> None:
+    for seed, name in ((1, "first"), (2, "second")):
+        make_adapter(shelf / name, seed)
+
+
+def adapted(running: Running, name: str) -> list[int] | None:
+    """Return what a replica generates with an adapter; None if it has none of this name."""
+    body = {"token_ids": list(PROMPT), "model": name, "sampling_params": {"max_tokens": 8, "temperature": 0}}
+    reply = running.post("/inference/v1/generate", body)
+    return None if reply.status_code == 404 else list(reply.json()["choices"][0]["token_ids"])
+
+
+def both(group: Group, name: str) -> list[list[int] | None]:
+    return [adapted(group.replica(index), name) for index in (0, 1)]
+
+
+def load(group: Group, path: str, **fields: Any) -> Any:
+    return group.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": path, **fields})
+
+
+@pytest.mark.usefixtures("adapters")
+def test_an_adapter_is_loaded_by_all_replicas_and_by_one_that_starts(group: Group) -> None:
+    reply = load(group, "first")
+    assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'a' added successfully.")
+    first = both(group, "a")
+    assert first[0] == first[1] != [group.tokens(0)[0]]
+    assert load(group, "second", load_inplace=True).status_code == 200
+    second = both(group, "a")
+    assert second[0] == second[1] != first[0]
+    group.kill(1)
+    assert both(group, "a") == second
+    reply = group.post("/unload_lora_adapter", {"lora_name": "a"})
+    assert ok(reply)["loaded_adapters"] == {} and both(group, "a") == [None, None]
+    group.kill(0)
+    assert both(group, "a") == [None, None]
+    refused(group.post("/load_lora_adapter_from_tensors", {}), 501, "needs one engine")
+
+
+@pytest.mark.usefixtures("adapters")
+def test_an_adapter_that_one_replica_refuses_is_loaded_by_none(group: Group) -> None:
+    assert group.replica(1).post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "second"}).status_code == 200
+    refused(load(group, "first"), 400, "already been loaded")
+    assert both(group, "a") == [None, None]
+    refused(load(group, "nowhere"), 400, "lora_path")
+    assert load(group, "first").status_code == 200
+    assert ok(group.post("/update_weights", {"weight_dir": "one"}))["version"] == 1
+    assert None not in both(group, "a")

@@ -14,18 +14,29 @@ from starlette.types import Receive
 from nano_inference.server.errors import ApiError, queue_full
 from nano_inference.server.guard import ClientGone
 from nano_inference.server.schema import Body
+from nano_inference.server.trainers.adapters import (
+    FROM_TENSORS,
+    SGLANG_LORA_COMMANDS,
+    UNLOAD,
+    VLLM_LORA_COMMANDS,
+    LoadBody,
+    SglangLoadBody,
+    UnloadBody,
+)
 from nano_inference.server.trainers.context import Command
 from nano_inference.server.trainers.places import Stamps
 from nano_inference.server.trainers.schema import FromDiskBody, UpdateWeightsBody
 from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
 from nano_inference.server.trainers.vllm import VLLM_COMMANDS
 
-COMMANDS: Mapping[str, Command] = {one.path: one for one in (*VLLM_COMMANDS, *SGLANG_COMMANDS)}
+SGLANGS = (*SGLANG_COMMANDS, *SGLANG_LORA_COMMANDS)
+COMMANDS: Mapping[str, Command] = {one.path: one for one in (*VLLM_COMMANDS, *VLLM_LORA_COMMANDS, *SGLANGS)}
 OF_ONE_ENGINE = frozenset(
     {
         *("/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update", "/init_broadcaster"),
         *("/shutdown_weight_transfer_engine", "/receive_weight_update", "/init_weights_update_group"),
         *("/update_weights_from_distributed", "/destroy_weights_update_group", "/update_weights_from_tensor"),
+        FROM_TENSORS,
     }
 )
 """Commands of process groups and of shared memory, in which a replica that starts later cannot take part."""
@@ -38,6 +49,7 @@ STATES = frozenset(
 )
 COMMIT, ABORT, LABEL = "/commit_weight_update", "/abort_weight_update", "/update_weight_version"
 INSTEAD = "give a directory to /update_weights or /update_weights_from_disk, or a file to /update_weights_from_body"
+AdapterBody = LoadBody | SglangLoadBody | UnloadBody
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -51,6 +63,7 @@ class Sent:
     directory: tuple[str, str] | None = None  # of an update, its path and the field
     stamps: Stamps = ()  # the files in it
     is_partial: bool = False
+    adapter: str = ""  # the name of the adapter that it loads
     waits: bool = False  # whether it takes effect only when requests have ended
 
 
@@ -100,6 +113,10 @@ class Copies:
 
 def commit_of(sent: Sent) -> Sent:
     return Sent(path=COMMIT, content=json.dumps({"version": sent.version}).encode(), waits=sent.waits)
+
+
+def unload_of(name: str) -> Sent:
+    return Sent(path=UNLOAD, content=json.dumps({"lora_name": name}).encode())
 
 
 def waits_for_requests(body: Body) -> bool:

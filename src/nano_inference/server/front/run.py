@@ -31,6 +31,7 @@ from nano_inference.server.log import log_access, record_of
 from nano_inference.server.run import Shutdown, listening_for
 from nano_inference.server.security import is_loopback_name, load_keys
 from nano_inference.server.trainers.places import weights_root
+from nano_inference.support.files import path_of
 
 _SPARE_CONNECTIONS = 64
 _POLL_S = 0.02
@@ -47,6 +48,7 @@ def setup_of(
     may lack the file. Raises `ValueError` if `weights_dir` is not a directory.
     """
     root = weights_root(config.weights_dir)
+    modules = [module.partition("=") for module in config.lora_modules]
     own = replace(
         config,
         host="127.0.0.1",
@@ -63,6 +65,7 @@ def setup_of(
         admin_key=keys_of_replicas(config, policy),
         admin_key_file=None,
         weights_dir=None if root is None else str(root),
+        lora_modules=tuple(f"{name}={path_of(path, 'lora_modules').absolute()}" for name, _, path in modules),
         allowed_host=(),
         cors_origin=(),
         trusted_proxy=("127.0.0.0/8", "::1", *config.trusted_proxy),
@@ -78,7 +81,7 @@ def check_remote(config: ServerConfig, policy: GuardPolicy) -> None:
     """Raise `ValueError` if replicas on other machines would be open to everybody there."""
     if config.insecure or not is_loopback_name(config.host):
         return
-    rings = {"api_key_file": policy.keys, **({"admin_key_file": policy.admins} if config.enable_rl else {})}
+    rings = {"api_key_file": policy.keys, **({"admin_key_file": policy.admins} if config.takes_commands else {})}
     for name, ring in rings.items():
         if ring.is_empty:
             raise ValueError(f"replicas on several machines can be reached from outside: set {name}, or insecure")
@@ -129,7 +132,7 @@ async def serve_front(
         kind: Replicas | Models = Replicas(servers)
         if limits is not None:
             kind = Models(servers, client, dialects, config, needs_key=not policy.keys.is_empty)
-        trainers = Trainers(servers, client, config, policy) if config.enable_rl else None
+        trainers = Trainers(servers, client, config, policy) if config.takes_commands else None
         if config.replicas:
             loop.add_signal_handler(signal.SIGUSR1, servers.restart_all)
         front = Front(servers, kind, client, policy, stream_errors(dialects), config.request_timeout, trainers)

@@ -1,4 +1,4 @@
-"""Trainers' routes of replicas: a command reaches all of them, a weight update all or none.
+"""Trainers' routes of replicas: a command reaches all of them, a weight update or an adapter all or none.
 
 All replicas gather an update and hold it; only then does each install it, with one version number. A replica that
 starts gets the weights in force, the pauses and the sleeps of the others before it gets requests. If the weights cannot
@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope
 
 from nano_inference.server.config import ServerConfig
 from nano_inference.server.errors import ApiError, queue_full, refused
+from nano_inference.server.front.adapters import Adapters
 from nano_inference.server.front.commands import (
     ABORT,
     COMMANDS,
@@ -30,8 +31,10 @@ from nano_inference.server.front.commands import (
     INSTEAD,
     LABEL,
     OF_ONE_ENGINE,
+    SGLANGS,
     STATES,
     UPDATES,
+    AdapterBody,
     Copies,
     Declined,
     Gone,
@@ -46,11 +49,11 @@ from nano_inference.server.front.servers import NEEDS_UPDATE, Server, Servers
 from nano_inference.server.guard import GuardPolicy, read_body, while_connected
 from nano_inference.server.schema import Body
 from nano_inference.server.security import BYTES_TYPE, JSON_TYPE, load_admin_keys, load_keys
+from nano_inference.server.trainers.adapters import UnloadBody
 from nano_inference.server.trainers.context import Command, fields_of, json_response
 from nano_inference.server.trainers.places import stamps_at, weights_root
 from nano_inference.server.trainers.routes import sglangs_error
 from nano_inference.server.trainers.schema import CommitBody, UpdateWeightsBody
-from nano_inference.server.trainers.sglang import SGLANG_COMMANDS
 from nano_inference.server.trainers.vllm import refuse_unheld
 
 _LARGEST = 2**62  # of a client's version numbers: replicas accept larger ones for the updates that follow
@@ -77,8 +80,10 @@ class Trainers:
         self._held: tuple[Sent, dict[Server, str]] | None = None
         """The update that a client holds, and the replicas that hold it with their URLs."""
         self._journal: list[Sent] = []  # what makes a new replica equal to the others
-        self._commands: set[asyncio.Task[dict[str, Any]]] = set()
+        self._commands: set[asyncio.Task[Any]] = set()
         self._lost = ""  # why the weights in force cannot be read again
+        self._adapting = asyncio.Lock()
+        self._adapters = Adapters(servers, lambda some, sent: self._everywhere(some, sent, self._answer_s))
         servers.prepare, servers.may_restart = self.prepare, lambda: not self._phase
         servers.bar_to_restart = lambda: self._lost and f"the weights in force {self._lost}: update them first"
 
@@ -89,13 +94,14 @@ class Trainers:
     async def answer(self, scope: Scope, receive: Receive) -> Response:
         command = COMMANDS[scope["path"]]
         try:
-            return json_response(await self._answer(command, Request(scope), receive))
+            found = await self._answer(command, Request(scope), receive)
+            return found if isinstance(found, Response) else json_response(found)
         except ApiError as error:
-            if command in SGLANG_COMMANDS:
+            if command in SGLANGS:
                 return sglangs_error(scope, error)
             raise
 
-    async def _answer(self, command: Command, request: Request, receive: Receive) -> dict[str, Any]:
+    async def _answer(self, command: Command, request: Request, receive: Receive) -> dict[str, Any] | Response:
         path, data = command.path, b""
         if path in OF_ONE_ENGINE:
             raise ApiError(
@@ -111,7 +117,8 @@ class Trainers:
         sent = Sent(path=path, content=to_json(body.model_dump(exclude_none=True)), waits=waits_for_requests(body))
         if sent.waits:  # ends if its client leaves, as in one engine
             return await while_connected(self._command(sent), receive)
-        task = asyncio.ensure_future(self._command(sent))
+        task: asyncio.Task[Any]
+        task = asyncio.create_task(self._adapt(sent, body) if isinstance(body, AdapterBody) else self._command(sent))
         self._commands.add(task)  # it reaches all replicas, also if the client leaves
         task.add_done_callback(self._commands.discard)
         return await while_connected(asyncio.shield(task), receive)
@@ -122,16 +129,18 @@ class Trainers:
         Raises `ServerFailed` if it does not answer.
         """
         done: list[Sent] = []
-        lost = ""
+        lost = lacks = ""
         while True:
             await self._servers.until(lambda: self._phase not in ("gathering", "installing"))
-            if not (left := [one for one in self._journal if one not in done]):
+            if not (left := [one for one in (*self._journal, *self._adapters.loads) if one not in done]):
                 # No await follows: the next update counts this server.
-                return lost or (self._lost and f"the weights in force {self._lost}")
+                return lost or lacks or (self._lost and f"the weights in force {self._lost}")
             done.append(sent := left[0])
             if sent.version is not None and not sent.is_partial:
                 lost = ""
-            if sent.version is None or not (lost or self._lost):
+            if sent.adapter:
+                lacks = await self._replay(server, sent) or lacks
+            elif sent.version is None or not (lost or self._lost):
                 lost = await self._replay(server, sent) or lost
 
     async def _replay(self, server: Server, sent: Sent) -> str:
@@ -145,11 +154,12 @@ class Trainers:
         except Gone as error:
             raise ServerFailed(str(error)) from None
         except ApiError as error:
-            if sent.version is None:
+            if sent.version is None and not sent.adapter:
                 return ""
+            what = f"the adapter {sent.adapter}" if sent.adapter else "the weights in force"
             if error.status >= 500 or error.code == "os_error" or _TOO_LATE in error.message:
-                raise ServerFailed(f"the weights in force cannot be read at the moment: {error}") from None
-            return f"the weights in force cannot be read again: {error}"
+                raise ServerFailed(f"{what} cannot be read at the moment: {error}") from None
+            return f"{what} cannot be read again: {error}"
         return ""
 
     # ---- commands ---------------------------------------------------------------------------------------------------
@@ -195,6 +205,17 @@ class Trainers:
         """Forget how to make earlier weights; `lost`: why those in force cannot be read again, if so."""
         self._lost = lost
         self._journal = [one for one in self._journal if one.path in STATES][-MAX_JOURNAL:]
+
+    async def _adapt(self, sent: Sent, body: AdapterBody) -> Response:
+        """Load or unload an adapter in all replicas, see `Adapters.change`. Raises `ApiError` 409 during an update."""
+        sent = replace(sent, adapter=body.lora_name)
+        if not isinstance(body, UnloadBody):
+            stamps = await stamps_at(self._root, body.lora_path, "lora_path")
+            sent = replace(sent, directory=(body.lora_path, "lora_path"), stamps=stamps)
+        async with self._adapting:
+            with self._claimed():
+                self._phase = "installing"  # replicas that start wait until it is known whether it is loaded
+                return await self._adapters.change(sent)
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
@@ -423,5 +444,5 @@ def keys_of_replicas(config: ServerConfig, policy: GuardPolicy) -> tuple[str, ..
     Clients of the whole need none, if only this user can open its socket.
     """
     keys = load_admin_keys(config)
-    needs_own = config.enable_rl and config.uds is not None and not keys and policy.keys.is_empty
+    needs_own = config.takes_commands and config.uds is not None and not keys and policy.keys.is_empty
     return (policy.admins.secret.hex(),) if needs_own else keys
