@@ -7,6 +7,9 @@ request is decoded during all updates: `python examples/trl_grpo.py --plot trl.p
 With `--server`, TRL's server mode uses its client with `nano-inference serve --enable-rl`, which this script starts:
 `python examples/trl_grpo.py --server --plot trl_server.png`. vLLM is not needed: TRL's check for it is patched, and two
 methods of its client, which send weights between GPUs, write them into a directory instead.
+
+`--lora adapter` trains a LoRA of PEFT, which alone is sent to the engine; `--lora merged` merges it into the weights
+for each update. The last line has the bytes that an update sends.
 """
 
 from __future__ import annotations
@@ -127,7 +130,12 @@ def make_trainer(args: argparse.Namespace, path: str, output: str, **more: Any) 
     rates = {"learning_rate": args.lr, "temperature": args.temperature, "lr_scheduler_type": "constant"}
     config = GRPOConfig(output, seed=args.seed, max_steps=args.steps, **size, **rates, **FIXED, **QUIET, **more)
     model, tokenizer = warm_pair(path, args.pretraining)
-    trainer = GRPOTrainer(model, is_right, config, data, None, tokenizer, callbacks=[Progress])
+    lora = None
+    if args.lora:
+        from peft import LoraConfig
+
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    trainer = GRPOTrainer(model, is_right, config, data, None, tokenizer, callbacks=[Progress], peft_config=lora)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -136,8 +144,15 @@ def train_in_process(args: argparse.Namespace, path: str, output: str) -> tuple[
     """Train with an engine in this process; count the updates committed during background requests."""
     trainer = make_trainer(args, path, output)
     with InferenceEngine(EngineConfig(model_path=path, seed=args.seed, **ENGINE)) as engine:
-        background = Background(use_engine(trainer, engine))
-        trainer.vllm_generation.sync_weights = background.sync_weights
+        backend = use_engine(trainer, engine)
+        if args.lora:
+            if args.lora == "merged":
+                backend.sync_weights = lambda: engine.update_weights(backend.named_weights(), blocking=True)
+            trainer.train()
+            sent = [one.num_bytes for one in engine.adapters()]
+            return trainer, {"bytes": sum(sent or [tensor.nbytes for _, tensor in backend.named_weights()])}
+        background = Background(backend)
+        backend.sync_weights = background.sync_weights
         trainer.train()
         landed = sum(len(sample.version_spans) - 1 for sample in (*background.samples, *engine.abort_all()))
     return trainer, {"in_flight": landed}
@@ -159,6 +174,7 @@ def main() -> None:
     """Train, and print a summary as the last line."""
     parser = options(__doc__, "trl.png")
     parser.add_argument("--server", action="store_true", help="use the engine over HTTP")
+    parser.add_argument("--lora", choices=["adapter", "merged"], help="train a LoRA, in this process")
     args = parser.parse_args()
     print(f"step  reward   {METRIC}/mean", flush=True)
     with tempfile.TemporaryDirectory() as temporary:

@@ -99,5 +99,14 @@ def test_k_trls_grpo_learns_and_agrees_at_every_step(forks: Forks, taught: Path)
     assert has_learned(result) and result["in_flight"] >= 12
 
 
+@pytest.mark.nightly
+def test_k_trls_grpo_of_a_lora_learns_alike_with_less_to_send(forks: Forks, taught: Path) -> None:
+    pytest.importorskip("peft")
+    options = ("--steps", "10", "--lr", "2e-3")
+    adapter, merged = (run(forks, "trl_grpo.py", taught, "--lora", how, *options) for how in ("adapter", "merged"))
+    assert adapter["first10"] == pytest.approx(merged["first10"], abs=0.05)
+    assert 0 < 6 * adapter["bytes"] < merged["bytes"]
+
+
 def test_k_trls_server_mode_agrees_at_every_step(forks: Forks, taught: Path) -> None:
     assert run(forks, "trl_grpo.py", taught, "--server", "--steps", "5", *TRLS_LR)["updates"] == 5

@@ -142,8 +142,11 @@ def test_rloo_learns_with_an_engine(
         assert engine.weights_checksum() == checksum_of(model)
 
 
-def test_adapters_are_merged_for_the_engine(
-    model_path: Path, tokenizer: transformers.PreTrainedTokenizerFast, tmp_path: Path
+def test_an_adapter_that_the_engine_refuses_is_merged(
+    model_path: Path,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
@@ -158,11 +161,72 @@ def test_adapters_are_merged_for_the_engine(
         backend = use_engine(trainer, engine)
         trainer.train()
         assert engine.weights_checksum() != before
+        assert caplog.text.count("merged into the weights for each update: modules_to_save") == 1
         backend.sync_weights()
         merged = trainer.model.merge_and_unload()
         assert engine.weights_checksum() == checksum_of(merged)
     worst = [entry["sampling/sampling_logp_difference/max"] for entry in trainer.state.log_history[:-1]]
     assert len(worst) == 3 and max(worst) < 1e-3
+
+
+def adapted(path: Path) -> Any:
+    """Return the model with a LoRA that changes its answers."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(transformers.LlamaForCausalLM.from_pretrained(path), config)
+
+
+def test_an_adapter_alone_is_sent_to_the_engine(
+    model_path: Path, tokenizer: transformers.PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    from trl import GRPOConfig, GRPOTrainer
+
+    options = {**SMALL, "learning_rate": 1e-2, "max_steps": 3}
+    config = GRPOConfig(str(tmp_path), **options, max_completion_length=24, temperature=1.0)
+    trainer = GRPOTrainer(adapted(model_path), sums, config, data(), None, tokenizer)
+    with open_engine(model_path) as engine:
+        backend = use_engine(trainer, engine)
+        trainer.train()
+        backend.sync_weights()
+        assert engine.get_weight_version() == 1 and engine.weights_checksum() == checksum_of(trainer.model.unload())
+        (adapter,) = engine.adapters()
+        assert (adapter.name, adapter.version, backend.adapter) == ("trl-policy", 3, "trl-policy")
+    worst = [entry["sampling/sampling_logp_difference/max"] for entry in trainer.state.log_history[:-1]]
+    assert len(worst) == 3 and max(worst) < 1e-3
+
+
+def test_async_grpos_client_publishes_adapters(model_path: Path, tmp_path: Path) -> None:
+    """TRL's own functions of a weight update, as `AsyncGRPOTrainer._sync_weight_lora` calls them."""
+    from accelerate import Accelerator
+    from trl.experimental.async_grpo.async_grpo_trainer import save_lora_adapter, select_adapter_sync
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    model = adapted(model_path)
+    config = ServerConfig(port=0, log_requests=False, enable_rl=True, enable_lora=True, weights_dir=str(tmp_path))
+    with running(model_path, config) as server:
+        client = VLLMClient(server.url)
+        client.wait_for_server_ready()
+        staleness = 2
+        assert select_adapter_sync(client.get_server_info(), model, SimpleNamespace(max_staleness=staleness))
+        for version in range(1, 5):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.02 * torch.randn_like(parameter) * parameter.requires_grad
+            name = f"trl-policy-v{version}"
+            client.pause()
+            save_lora_adapter(model, Accelerator(cpu=True), "default", str(tmp_path / ".vllm_lora" / name))
+            client.load_lora_adapter(name, str(tmp_path / ".vllm_lora" / name))
+            client.resume()
+            client.unload_lora_adapter(f"trl-policy-v{version - (staleness + 1)}")
+            body = {"model": name, "prompt": [72, 101, 108], "max_tokens": 8, "n": 1, "logprobs": 0}
+            reply = server.post("/v1/completions", {**body, "return_token_ids": True, "seed": version}).json()
+            (choice,) = reply["choices"]
+            ids = torch.tensor([[*body["prompt"], *choice["token_ids"]]])
+            found = model(ids).logits[0, 2:-1].double().log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(found.tolist(), abs=CLOSE)
+        names = [one["id"] for one in server.client.get("/v1/models").json()["data"]]
+        assert names == ["tiny", "trl-policy-v2", "trl-policy-v3", "trl-policy-v4"]
 
 
 def ratios_of(trainer: Any) -> tuple[float, float]:

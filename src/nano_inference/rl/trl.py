@@ -6,6 +6,7 @@ TRL (1.16, trl/generation/vllm_generation.py) calls two methods of an object for
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from nano_inference.engine import InferenceEngine
+from nano_inference.rl.adapters import WRAPPER, adapter_tensors, plain_config
 from nano_inference.rl.exact import exact_executor, with_values
-from nano_inference.types import SamplingParams, TrainingSample
+from nano_inference.types import BadRequest, SamplingParams, TrainingSample
 
-_WRAPPER = "_checkpoint_wrapped_module."  # prefix of parameters whose activations are checkpointed
+ADAPTER = "trl-policy"  # name in the engine of a trainer's adapter
+_log = logging.getLogger(__name__)
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")  # kinds of training in which no process has the whole weights
 
 
@@ -40,12 +43,40 @@ class EngineGeneration:
             raise ValueError("vllm_structured_outputs_regex is not supported by this backend")
         self.engine, self._trainer = engine, trainer
         self.params = sampling_params(trainer.args)
+        self.adapter: str | None = None  # the adapter in the engine that computes the policy; None: its weights do
+        self._merges = False  # whether the engine has refused the trainer's adapter
         self._installed: tuple[Any, ...] | None = None  # `_state` of the weights in the engine
 
     def sync_weights(self) -> None:
-        """Install the trainer's weights; adapters of PEFT are merged for the duration."""
-        self.engine.update_weights(self.named_weights(), blocking=True)
+        """Install the trainer's weights; of a model with a LoRA of PEFT, the adapter alone.
+
+        One that the engine refuses (DoRA, `modules_to_save`) is merged for the duration. The first update has the
+        weights under the adapter too, unless they are quantized: then the engine's are those of its checkpoint.
+        """
+        model = self._model
+        if hasattr(model, "merge_adapter") and not self._merges:
+            self._sync_adapter(model)
+        if self.adapter is None:
+            self.engine.update_weights(self.named_weights(), blocking=True)
         self._installed = self._state()
+
+    def _sync_adapter(self, model: Any) -> None:
+        (name, *others) = model.active_adapters
+        is_first = self.adapter is None
+        try:
+            if others:
+                raise BadRequest("adapter", f"the trainer has {len(others) + 1} active ones")
+            config, tensors = plain_config(model.peft_config[name]), adapter_tensors(model, name)
+            self.engine.load_adapter(ADAPTER, tensors, config=config, version=self._trainer.state.global_step)
+        except BadRequest as error:
+            if not is_first:
+                raise
+            self._merges = True
+            _log.warning("the trainer's adapter is merged into the weights for each update: %s", error)
+            return
+        if is_first and all(one.is_floating_point() for one in model.parameters()):
+            self.engine.update_weights(self.named_weights(is_merged=False), blocking=True)
+        self.adapter = ADAPTER
 
     def sync_changes(self) -> None:
         """Install the trainer's weights if a step of the optimizer, or anything else, has changed them."""
@@ -55,32 +86,41 @@ class EngineGeneration:
     def is_reference(self, model: Any) -> bool:
         """Return whether a model is the trainer's reference: another one, or its own with the adapters off."""
         model = self._trainer.accelerator.unwrap_model(model)
-        if model is not self._trainer.accelerator.unwrap_model(self._trainer.model):
+        if model is not self._model:
             return True
         if not hasattr(model, "get_model_status"):
             return False
         status = model.get_model_status()
         return status.enabled is not True or status.active_adapters == ["ref"]
 
+    def is_base(self, model: Any) -> bool:
+        """Return whether a reference is what the engine computes without the adapter."""
+        model = self._trainer.accelerator.unwrap_model(model)
+        return self.adapter is not None and model is self._model and model.get_model_status().enabled is not True
+
+    @property
+    def _model(self) -> Any:
+        return self._trainer.accelerator.unwrap_model(self._trainer.model)
+
     def _state(self) -> tuple[Any, ...]:
         """Return the step (fused optimizers change no counter), the engine's version and torch's counters."""
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        model = self._model
         counters = [(one.data_ptr(), one._version) for one in model.parameters() if one.requires_grad]
         return (self._trainer.state.global_step, self.engine.weight_info().version, *counters)
 
-    def named_weights(self) -> Generator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the trainer's model under the names of its checkpoint."""
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+    def named_weights(self, *, is_merged: bool = True) -> Generator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the trainer's model under the names of its checkpoint; adapters are merged."""
+        model = self._model
         is_adapted = hasattr(model, "merge_adapter")
-        if is_adapted:
+        if is_adapted and is_merged:
             model.merge_adapter()
         try:
             for name, parameter in model.named_parameters():
                 plain = base_name(name, model.prefix) if is_adapted else name
                 if plain is not None:
-                    yield plain.replace(_WRAPPER, ""), parameter.detach()
+                    yield plain.replace(WRAPPER, ""), parameter.detach()
         finally:
-            if is_adapted:
+            if is_adapted and is_merged:
                 model.unmerge_adapter()
 
     def generate(
@@ -99,7 +139,11 @@ class EngineGeneration:
         groups = [(prompt, len(list(run))) for prompt, run in groupby(map(list, prompts))]
 
         def together() -> list[TrainingSample]:
-            asked = [self.engine.add_request(prompt, self.params, count, for_call=True) for prompt, count in groups]
+            adapter = self.adapter
+            asked = [
+                self.engine.add_request(prompt, self.params, count, adapter=adapter, for_call=True)
+                for prompt, count in groups
+            ]
             pending = set(asked)
             while pending:
                 pending -= set(self.engine.wait_for_any(pending))
@@ -116,7 +160,8 @@ class ExactLogprobs:
     """Mixin for TRL's GRPO and RLOO trainers: log-probabilities are the engine's, bit for bit, gradients TRL's own.
 
     `class Trainer(ExactLogprobs, GRPOTrainer)`, then `use_engine(trainer, engine)`: importance ratios of a first inner
-    step are exactly 1. `use_engine(..., reference=engine.copy())` scores the reference model, so that a KL starts at 0.
+    step are exactly 1. `use_engine(..., reference=engine.copy())` scores the reference model, so that a KL starts at 0;
+    a trainer whose adapter the engine takes needs none.
     """
 
     engine_backend: EngineGeneration | None = None  # set by `use_engine`
@@ -131,17 +176,19 @@ class ExactLogprobs:
         backend = self.engine_backend
         if backend is None:
             raise ValueError("call use_engine(trainer, engine) before training")
+        adapter = None
         if backend.is_reference(model):
-            engine = self.engine_reference
+            engine = self.engine_reference or (backend.engine if backend.is_base(model) else None)
             if engine is None:
                 return logps, entropies, aux_loss
         else:
             engine = backend.engine
             backend.sync_changes()
+            adapter = backend.adapter
         texts = [ids[mask == 1].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
         answer_mask = attention_mask[:, -logits_to_keep:] == 1
         starts = [len(text) - int(size) for text, size in zip(texts, answer_mask.sum(1), strict=True)]
-        found = engine.score(texts, starts, temperature=cast(Any, self).temperature)
+        found = engine.score(texts, starts, temperature=cast(Any, self).temperature, adapter=adapter)
         values = logps.detach().clone()
         values[answer_mask] = torch.tensor([value for row in found for value in cast(list[float], row)]).to(values)
         return with_values(logps, values), entropies, aux_loss
