@@ -20,6 +20,7 @@ from nano_inference.server.verl.replica import Place, device_variables
 from nano_inference.server.verl.rollout import EngineRollout
 from nano_inference.server.verl.server import RolloutServer
 from tests.server.tiny import make_tiny
+from tests.server.trainer import adapter_config, adapter_of
 
 pytestmark = pytest.mark.slow
 
@@ -55,9 +56,12 @@ def model_config(directory: Path, **changes: Any) -> Any:
 
 
 @asynccontextmanager
-async def opened(directory: Path, mode: RolloutMode = "hybrid", **changes: Any) -> AsyncIterator[RolloutServer]:
+async def opened(
+    directory: Path, mode: RolloutMode = "hybrid", lora_rank: int = 0, **changes: Any
+) -> AsyncIterator[RolloutServer]:
     """A launched server."""
-    read = lambda: rollout_options(rollout_config(**changes), model_config(directory), mode)  # noqa: E731
+    model = model_config(directory, lora_rank=lora_rank)
+    read = lambda: rollout_options(rollout_config(**changes), model, mode)  # noqa: E731
     server = RolloutServer(read, SimpleNamespace)
     await server.launch_server("127.0.0.1")
     try:
@@ -295,8 +299,6 @@ def test_weights_of_other_forms_are_refused(directory: Path) -> None:
     rollout = EngineRollout(rollout_config(), model_config(directory))
     with pytest.raises(ValueError, match=r"checkpoint_engine.backend.*delta_flush"):
         asyncio.run(rollout.update_weights(iter([]), wire_format="delta_flush"))
-    with pytest.raises(ValueError, match=r"model.lora.merge"):
-        asyncio.run(rollout.update_weights(iter([]), peft_config={"r": 8}))
 
 
 @pytest.mark.parametrize(
@@ -315,11 +317,45 @@ def test_options_that_are_missing_are_refused_by_name(directory: Path, changes: 
 
 
 @pytest.mark.parametrize("lora", [{"lora_rank": 8}, {"lora": {"rank": 8}}])
-def test_adapters_must_be_merged(directory: Path, lora: dict[str, Any]) -> None:
+def test_adapters_must_be_merged_for_a_standalone_server(directory: Path, lora: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"model\.lora\.merge"):
-        rollout_options(rollout_config(), model_config(directory, **lora), "hybrid")
+        rollout_options(rollout_config(), model_config(directory, **lora), "standalone")
+    assert rollout_options(rollout_config(), model_config(directory, **lora), "hybrid").has_adapter
     merged = {**lora, "lora": {**lora.get("lora", {}), "merge": True}}
-    assert rollout_options(rollout_config(), model_config(directory, **merged), "hybrid")
+    assert not rollout_options(rollout_config(), model_config(directory, **merged), "standalone").has_adapter
+
+
+async def test_an_adapter_follows_one_update_of_the_weights_under_it(directory: Path) -> None:
+    """verl's calls with `lora.merge=False` (verl/workers/engine_workers.py, `update_weights`)."""
+    weights = changed_weights(directory)
+    under = {name.replace("q_proj.", "q_proj.base_layer."): value for name, value in weights.items()}
+    with engine_of(directory) as engine:
+        engine.update_weights(weights, blocking=True)
+        wanted = []
+        for seed in (1, 2):
+            engine.load_adapter("a", adapter_of(seed).items(), config=adapter_config())
+            wanted += engine.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8), adapter="a")
+
+    async with opened(directory, lora_rank=4) as server:
+        rollout = sender(server)
+        for step, found in enumerate(wanted, start=1):
+            await server.sleep()
+            await rollout.resume(tags=["weights"])
+            if step == 1:
+                await rollout.update_weights(iter(under.items()), 1, peft_config=adapter_config())
+            tensors = iter(adapter_of(step).items())
+            await rollout.update_weights(tensors, step, peft_config=adapter_config(), base_sync_done=True)
+            await rollout.resume(tags=["kv_cache"])
+            output = await server.generate(PROMPT, dict(GREEDY), "a")
+            assert output.token_ids == list(found.completion_tokens)
+            assert output.log_probs == pytest.approx(found.logprobs, abs=1e-5)
+            fields = output.extra_fields
+            assert {fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")} == {step}
+        assert (await server.get_state()).version == 1, "the weights were installed once"
+        bad = {"peft_config": adapter_config(use_dora=True), "base_sync_done": True}
+        with pytest.raises(BadRequest, match="use_dora"):
+            await rollout.update_weights(iter(adapter_of(3).items()), 3, **bad)
+        assert (await server.generate(PROMPT, dict(GREEDY), "a")).token_ids == output.token_ids
 
 
 def test_fields_of_the_engine_come_from_verl_and_engine_kwargs(directory: Path) -> None:

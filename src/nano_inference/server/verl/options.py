@@ -31,6 +31,7 @@ class RolloutOptions:
     ignore_eos: bool = False
     seed: int | None = None  # set by `full_determinism`
     frees_memory: bool = True  # verl's `free_cache_engine`: sleep frees memory
+    has_adapter: bool = False  # the trainer sends an adapter, and the weights under it once at most
     served_name: str = ""
 
 
@@ -39,7 +40,9 @@ def rollout_options(config: Any, model_config: Any, mode: RolloutMode, replica_r
 
     `engine_kwargs.nano_inference` has fields of `EngineConfig` that replace those made from verl's.
     """
-    _refuse(config, model_config)
+    _refuse(config)
+    if mode == "standalone" and serves_adapter(model_config):
+        raise ValueError("model.lora.merge: must be true for a standalone server, to which verl sends no adapter")
     fields: dict[str, Any] = {
         "model_path": str(model_config.local_path),
         "dtype": config.dtype,
@@ -60,11 +63,12 @@ def rollout_options(config: Any, model_config: Any, mode: RolloutMode, replica_r
         ignore_eos=config.ignore_eos,
         seed=config.seed + replica_rank if config.full_determinism else None,
         frees_memory=config.free_cache_engine,
+        has_adapter=serves_adapter(model_config),
         served_name=config.prometheus.served_model_name or str(model_config.path),
     )
 
 
-def _refuse(config: Any, model_config: Any) -> None:
+def _refuse(config: Any) -> None:
     """Raise `ValueError` for what this backend lacks."""
     for name in ("data_parallel_size", "pipeline_model_parallel_size", "expert_parallel_size"):
         if (getattr(config, name) or 1) != 1:
@@ -79,10 +83,13 @@ def _refuse(config: Any, model_config: Any) -> None:
     if config.logprobs_mode not in _LOGPROBS_MODES:
         known = "processed_logprobs, raw_logprobs"
         raise ValueError(f"rollout.logprobs_mode: must be one of {known}, got {config.logprobs_mode!r}")
+
+
+def serves_adapter(model_config: Any) -> bool:
+    """Return whether the trainer sends an adapter instead of merged weights: `lora.merge` is false."""
     lora = getattr(model_config, "lora", None) or {}
     rank = lora.get("rank", 0) or getattr(model_config, "lora_rank", 0)
-    if rank > 0 and not lora.get("merge", False):  # the trainer sends an adapter instead of merged weights
-        raise ValueError(f"model.lora.merge: must be true, because {NAME} serves merged weights, not adapters")
+    return rank > 0 and not lora.get("merge", False)
 
 
 def params_of(

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from nano_inference.rl.adapters import plain_config
 from nano_inference.rl.pool.ray_workers import SharedTensor, require_ray, to_shared
 from nano_inference.server.verl import NAME
 
@@ -66,34 +67,37 @@ class EngineRollout:
     ) -> None:
         """Install (name, tensor) pairs, from an iterator or an asynchronous one.
 
+        With a `peft_config` they are the weights under an adapter, and after them (`base_sync_done`) the adapter.
         All processes read them, because gathering sharded tensors takes part in all; the leader sends. If reading
         fails, or the engine refuses a tensor, the old weights stay in use. Raises `ValueError` naming a field.
         """
         if wire_format != "named_tensors":
             raise ValueError(f"checkpoint_engine.backend: {NAME} takes whole tensors, not the format {wire_format!r}")
-        if peft_config is not None:
-            raise ValueError(f"model.lora.merge: must be true, because {NAME} serves merged weights, not adapters")
         if not self.is_leader_rank:
             async for _ in _pairs(weights):
                 pass
             return
         server = self._server()
-        await server.begin_update.remote(global_steps)
+        adapter = plain_config(peft_config) if peft_config is not None and base_sync_done else None
+        await server.begin_update.remote(global_steps, adapter)
         try:
-            async for bucket in self._buckets(weights):
+            async for bucket in self._buckets(weights, under_adapter=peft_config is not None and adapter is None):
                 await server.put_weights.remote(bucket)
         except BaseException as error:
             await server.cancel_update.remote(f"the trainer failed: {type(error).__name__}: {error}")
             raise
         await server.finish_update.remote(global_steps)
 
-    async def _buckets(self, weights: Any) -> AsyncIterator[list[SharedTensor]]:
-        """Yield copies of the tensors in main memory, in lists of about `update_weights_bucket_megabytes`."""
+    async def _buckets(self, weights: Any, *, under_adapter: bool) -> AsyncIterator[list[SharedTensor]]:
+        """Yield copies of the tensors in main memory, in lists of about `update_weights_bucket_megabytes`.
+
+        `under_adapter`: PEFT names the tensors of the layers that it wraps `base_layer`.
+        """
         most = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) * _MEGABYTE
         bucket: list[SharedTensor] = []
         size = 0
         async for name, tensor in _pairs(weights):
-            shared = to_shared(name, tensor)
+            shared = to_shared(name.replace(".base_layer.", ".") if under_adapter else name, tensor)
             if bucket and size + shared.data.nbytes > most:
                 yield bucket
                 bucket, size = [], 0

@@ -22,6 +22,7 @@ from nano_inference.server.verl.options import RolloutOptions, params_of, refuse
 from nano_inference.types import TrainingSample
 from nano_inference.weights.updates import WeightUpdate
 
+ADAPTER = "verl-policy"  # name in the engine of the trainer's adapter
 TAGS = frozenset({"weights", "kv_cache"})  # the parts whose memory verl asks to resume
 
 
@@ -52,6 +53,9 @@ class RolloutServer:
         self._running: dict[int, str] = {}  # requests in the engine
         self._num_requests = 0
         self._update: UpdateInParts | None = None
+        self._adapter: str | None = None  # the trainer's adapter, once it is loaded
+        self._config: Mapping[str, Any] | None = None  # PEFT's, of an adapter whose tensors are being sent
+        self._tensors: list[tuple[str, Any]] = []
 
     # ---- start ------------------------------------------------------------------------------------------------------
 
@@ -105,7 +109,7 @@ class RolloutServer:
         self._running[number] = str(request_id)
         try:
             # The request is queued before the first await, so that no stop of generation can come between.
-            (sample,) = await self._link.engine.generate([prompt], params)
+            (sample,) = await self._link.engine.generate([prompt], params, adapter=self._adapter)
         finally:
             del self._running[number]
         return self._output(sample, wants_logprobs)
@@ -115,7 +119,8 @@ class RolloutServer:
         if sample.finish_reason == "abort" and sample.stop_reason is not None:
             raise RuntimeError(f"the request failed: {sample.stop_reason}")
         # A label is the trainer's step; the weights of the checkpoint have none.
-        labels = [span.label if isinstance(span.label, int) else None for span in sample.version_spans]
+        found = sample.adapter_versions or [span.label for span in sample.version_spans]
+        labels = [label if isinstance(label, int) else None for label in found]
         steps = [step for step in labels if step is not None]
         extra = {
             "global_steps": labels[-1] if labels else self._steps,
@@ -159,10 +164,12 @@ class RolloutServer:
     async def sleep(self) -> None:
         """Free the memory of cache and weights; a standalone server, whose devices are its own, keeps it.
 
-        A hybrid server's weights are dropped, because the trainer sends all of them before it wakes.
+        A hybrid server's weights are dropped, because the trainer sends all of them before it wakes, unless it sends
+        an adapter.
         """
         if self._sleeps:
-            discards = self._require_options().mode == "hybrid"
+            options = self._require_options()
+            discards = options.mode == "hybrid" and not options.has_adapter
             await self._control(lambda control: control.sleep(discard_weights=discards))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -194,25 +201,45 @@ class RolloutServer:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, global_steps: int | None) -> None:
-        """Start an update, whose tensors follow by `put_weights`; one that its sender left unfinished is dropped."""
+    async def begin_update(self, global_steps: int | None, adapter: Mapping[str, Any] | None = None) -> None:
+        """Start an update, whose tensors follow by `put_weights`; one that its sender left unfinished is dropped.
+
+        With the configuration of an `adapter`, the tensors are the adapter's.
+        """
         await self.cancel_update("another update was started")
+        if adapter is not None:
+            self._tensors, self._config = [], adapter
+            return
         feed = Feed()
         update = WeightUpdate(weights=feed.pairs(), label=global_steps, on_running="recompute")
         self._update = UpdateInParts(feed, await self._link.engine.start_update(update))
 
     async def put_weights(self, shared: Iterable[SharedTensor]) -> None:
         """Add tensors to the update; return when they are packed. Raises what the update raised."""
+        if self._config is not None:
+            self._tensors += from_shared(shared)
+            return
         await self._require_update().add(from_shared(shared))
 
     async def finish_update(self, global_steps: int | None) -> int:
-        """Install the update between two steps; return its version. Raises `WeightError`; then the old weights stay."""
-        installed = await self._require_update().finish()
+        """Install the update between two steps; return its version. Raises `WeightError`; then the old weights stay.
+
+        An adapter that is refused raises `BadRequest`.
+        """
+        if self._config is not None:
+            tensors, config = self._tensors, self._config
+            self._tensors, self._config = [], None
+            await self._link.engine.load_adapter(ADAPTER, tensors, config=config, version=global_steps)
+            self._adapter = ADAPTER
+            version = await self._control(lambda control: control.weight_info().version)
+        else:
+            version = (await self._require_update().finish()).version
         self._steps = self._steps if global_steps is None else global_steps
-        return installed.version
+        return int(version)
 
     async def cancel_update(self, reason: str) -> None:
         """End an update without installing it. Has no effect without one."""
+        self._tensors, self._config = [], None
         if self._update is not None and not self._update.outcome.done():
             await self._update.abort(reason)
 
