@@ -10,7 +10,7 @@ from tests.cuda.models import largest_gap, prompts, write_model
 
 Open = Callable[[Path], InferenceEngine]
 MOST_NEW = 40
-HALF_NAMES = ("llama3-rope-ratio3-tied", "mistral-window", "qwen2-ratio7", "qwen3-ratio3-tied", "gemma2", "G4")
+HALF_NAMES = ("llama3-rope-ratio3-tied", "mistral-window", "qwen2-ratio7", "qwen3-ratio3-tied", "gemma2", "G4", "plain")
 """Models that are compared in half precision: each kind of head norm, window, soft cap and ratio."""
 HALF_BOUNDS = {"bfloat16": 0.2, "float16": 0.025}
 """Twice what plain kernels have at most. Sums in another order move few roundings, which then spread."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cuda_parts.models import SHAPES, Shape, config_of
-from nano_inference.core.step import Row
+from nano_inference.core.step import Row, RowState
 from nano_inference.executors.cuda.decode import EagerStepper, StepKey
 from nano_inference.executors.cuda.executor import CudaExecutor
 from nano_inference.executors.cuda.launchers import triton_kernels
@@ -56,9 +56,13 @@ KERNELS = {
     *("top_row", "advance_rows", "multiply_norm", "attend_row"),
 }
 """Those of the windows of dense models."""
+HYBRID = "plain"
 FEWER_KERNELS = {"gemma2": {"attend_row"}, "G4": {"multiply_norm"}}
 """A soft cap of scores, and sums with factors, are not fused."""
-MORE_KERNELS = {"G4": {"gate_values_block", "smear_block"}}
+MORE_KERNELS = {
+    "G4": {"gate_values_block", "smear_block"},
+    HYBRID: {"convolve_row", "advance_state", "gated_norm_heads", "gate_block", "arrange_block"},
+}
 NAMES = (*SHAPES, "gemma2", *MORE_KERNELS)
 Launched = tuple[str, tuple[Any, ...], tuple[str, ...]]
 """A kernel, its variant, and the types of its arguments before the constants."""
@@ -122,7 +126,7 @@ def opened(config: ModelConfig, *, is_deterministic: bool) -> Iterator[CudaExecu
         with Transfers():
             executor = CudaExecutor(config, program, CUDA, torch.bfloat16, triton_kernels(), limits, eager)
             load_weights(executor, {spec.name: TensorSource(torch.empty(spec.shape)) for spec in program.weights})
-            executor.cache.allocate(CacheSize(num_blocks=1000, block_size=16))
+            executor.cache.allocate(CacheSize(num_blocks=1000, block_size=16, num_states=5))
         yield executor
 
 
@@ -163,7 +167,7 @@ def test_passes_launch_compiled_kernels_on_the_device(
 ) -> None:
     sizes = (1, 1, 1, 300, 20)
     place = {"prev_token": 1, "start": 600, "blocks": tuple(range(60)), "num_sampled": 1}
-    rows = tuple(make_row(index, (1,) * size, **place) for index, size in enumerate(sizes))
+    rows = tuple(make_row(i, (1,) * size, state=RowState(i, i), **place) for i, size in enumerate(sizes))
     config = written(name, tmp_path)
     with opened(config, is_deterministic=is_deterministic) as executor, Transfers():
         hidden_KE = executor.hidden(rows, (0, 1, 2, 302, 322))
@@ -195,7 +199,7 @@ def forms(kernel: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
 def rows_of(count: int, size: int, start: int, params: SamplingParams) -> tuple[Row, ...]:
     """Return rows of `size` tokens on blocks that all of them share."""
     place = {"prev_token": 1 if start else -1, "start": start, "blocks": tuple(range(256)), "num_sampled": 1}
-    return tuple(make_row(index, (1,) * size, params=params, **place) for index in range(count))
+    return tuple(make_row(i, (1,) * size, params=params, state=RowState(i, i), **place) for i in range(count))
 
 
 PLAIN = SamplingParams()
@@ -214,9 +218,12 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize(("max_rows", "deterministic"), [(256, False), (256, True), (8, False)])
+@pytest.mark.parametrize(
+    ("name", "max_rows", "deterministic"),
+    [("small", 256, False), ("small", 256, True), ("small", 8, False), (HYBRID, 256, False)],
+)
 def test_nothing_is_compiled_after_the_start(
-    max_rows: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, max_rows: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A compilation takes half a second, in which all requests wait."""
     from nano_inference.executors.cuda.kernels.variant import MOST_EARLY, Variant
@@ -228,7 +235,8 @@ def test_nothing_is_compiled_after_the_start(
         found.add((kernel.__name__, is_early, variant_key(variant), forms(kernel, arguments)))
 
     monkeypatch.setattr(Variant, "launch", launch)
-    config, limits = config_of(SMALL), replace(LIMITS, max_rows=max_rows, is_deterministic=deterministic)
+    config = config_of(SMALL) if name == "small" else written(name, tmp_path)
+    limits = replace(LIMITS, max_rows=max_rows, is_deterministic=deterministic)
     program = program_of(config)
 
     def stepper(step: Callable[[StepKey], None], device: torch.device) -> Warmed:
@@ -236,9 +244,9 @@ def test_nothing_is_compiled_after_the_start(
 
     executor = CudaExecutor(config, program, torch.device("cpu"), torch.bfloat16, triton_kernels(), limits, stepper)
     load_weights(executor, {spec.name: TensorSource(torch.zeros(spec.shape)) for spec in program.weights})
-    executor.cache.allocate(CacheSize(num_blocks=300, block_size=16))
+    executor.cache.allocate(CacheSize(num_blocks=300, block_size=16, num_states=256))
     executor.warm_up(lambda done, total: None)
     warm = frozenset(found)
-    for name, rows in REQUESTS.items():
+    for request, rows in REQUESTS.items():
         executor.run(rows, (), ())
-        assert found <= warm, f"{name}: {sorted(str(one[:3]) for one in found - warm)}"
+        assert found <= warm, f"{request}: {sorted(str(one[:3]) for one in found - warm)}"

@@ -20,7 +20,7 @@ from nano_inference.executors.protocol import CacheSize
 from nano_inference.loading.checkpoint import open_checkpoint
 from nano_inference.loading.sources import measured_sources
 from tests.cuda.engines import CPU, executor_of
-from tests.cuda.models import config_of
+from tests.cuda.models import config_of, write_model
 from tests.cuda.plain import plain_kernels
 from tests.executors.random_programs import Writer
 from tests.loading import tiny_models
@@ -105,11 +105,12 @@ def test_a_program_that_no_kernel_computes_is_refused_by_name() -> None:
     assert set(refused) == {f"HeadNorm: the CUDA kernels support one before each Store{suffix}"}
 
 
-def test_the_largest_steps_fit_the_memory_that_is_reserved_for_them(tmp_path: Path) -> None:
-    make_model("llama-ratio1-untied", tmp_path)
+@pytest.mark.parametrize("name", ["llama-ratio1-untied", "plain"])
+def test_the_largest_steps_fit_the_memory_that_is_reserved_for_them(name: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path)
     executor = executor_of(tmp_path, config_of(tmp_path, max_tokens_per_batch=64))
     limits = executor.memory.limits
-    executor.cache.allocate(CacheSize(num_blocks=2 * limits.max_tokens, block_size=4))
+    executor.cache.allocate(CacheSize(num_blocks=2 * limits.max_tokens, block_size=4, num_states=1))
     for rows in largest_steps(limits, 4):
         results = executor.run(rows, (), ())
         assert set(results) == set(range(limits.max_rows)) and all(len(one.tokens) == 1 for one in results.values())

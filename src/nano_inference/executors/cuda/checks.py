@@ -137,8 +137,9 @@ def check_convolution(out_TC: Tensor, x_TC: Tensor, weight_C1K: Tensor, state_ZJ
     check_dtype("x", x_TC)
     check_rows(out=out_TC, x=x_TC)
     check_taps(weight_C1K.size(2))
-    if state_ZJC.shape[1:] != (weight_C1K.size(2) - 1, x_TC.size(1)) or not state_ZJC[0].is_contiguous():
-        raise ValueError(f"a state {tuple(state_ZJC.shape)} does not fit {x_TC.size(1)} channels")
+    channels = x_TC.size(1)
+    if state_ZJC.shape[1:] != (weight_C1K.size(2) - 1, channels) or state_ZJC.stride()[1:] != (channels, 1):
+        raise ValueError(f"a state {tuple(state_ZJC.shape)} does not fit {channels} channels")
 
 
 def check_delta(out_TW: Tensor, qkv_TW: Tensor, a_TH: Tensor, b_TH: Tensor, state_ZHXV: Tensor) -> int:
@@ -148,7 +149,8 @@ def check_delta(out_TW: Tensor, qkv_TW: Tensor, a_TH: Tensor, b_TH: Tensor, stat
     num_heads, k_dim, v_dim = state_ZHXV.shape[1:]
     check_key_size(k_dim)
     num_keys, rest = divmod(qkv_TW.size(1) - num_heads * v_dim, 2 * k_dim)
-    if rest or num_keys < 1 or num_heads % num_keys or not state_ZHXV[0].is_contiguous():
+    is_adjacent = state_ZHXV.stride()[1:] == (k_dim * v_dim, v_dim, 1)
+    if rest or num_keys < 1 or num_heads % num_keys or not is_adjacent:
         raise ValueError(f"qkv rows of {qkv_TW.size(1)} values do not fit a state {tuple(state_ZHXV.shape)}")
     return num_keys
 
