@@ -24,7 +24,6 @@ from tests.cuda.models import config_of, write_model
 from tests.cuda.plain import plain_kernels
 from tests.executors.random_programs import Writer
 from tests.loading import tiny_models
-from tests.models.families import make_model
 from tests.models.hybrids import make_hybrid
 
 CUDA = torch.device("cuda")
