@@ -22,18 +22,22 @@ _SMALL: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 32, "num_hidde
 _MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {**_SMALL, "sliding_window": 10, "num_hidden_layers": 2},
     "G4": {"n_layer": 2, "window_pattern": "SL"},
+    "two-taps": {"linear_num_value_heads": 2},
 }
 
 
 def write_models(home: Path) -> None:
     """Write each model into a directory of its name."""
     from tests.models.families import FAMILIES, make_model  # imports Transformers
+    from tests.models.hybrids import HYBRIDS, make_hybrid
     from tests.nanochat.tiny import base_meta, model_config, write_checkpoint
 
     for name, more in _MODELS.items():
         (home / name).mkdir()
         if name in FAMILIES:
             make_model(name, home / name, more)
+        elif name in HYBRIDS:
+            make_hybrid(name, home / name, more)
         else:
             write_checkpoint(home / name, name, config=model_config(name, **more), meta=base_meta(name))
 

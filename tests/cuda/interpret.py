@@ -29,7 +29,7 @@ from tests.cuda.case import Case
 
 DEAR = frozenset(
     {
-        *("executor G4", "sampler-vocabulary-512k", "sampler-truncating-neighbour"),
+        *("executor G4", "executor two-taps", "sampler-vocabulary-512k", "sampler-truncating-neighbour"),
         *("attention-batch-dependence-both", "attention-queries7-ratio4-both", "attention-group-both"),
         *("attention-tiles-pieces-both", "attention-tiles-pieces-float32", "attention-tiles-group-both"),
         *("linear-tiles-70-1200-float32", "fused-product-gelu_tanh-float16", "fused-product-None-float16"),
