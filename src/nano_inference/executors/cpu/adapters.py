@@ -20,7 +20,7 @@ from nano_inference.executors.cpu.matrix import PLAIN, scan
 from nano_inference.loading.adapters import Adapter, LowRank
 from nano_inference.models.ops import Embed, Linear, Op
 from nano_inference.models.program import Program
-from nano_inference.support.memory import Slabs
+from nano_inference.support.memory import lazy_zeros
 
 _UNIT, _LINE = 16, 64  # RANK_UNIT; bytes of a cache line
 PARTS = ("body", "head")
@@ -32,8 +32,7 @@ class CpuAdapter:
 
     tables: Mapping[str, ctypes.Array[LowRankStruct]]  # by part: an entry for each matrix of the C program, in order
     width: int  # columns that x Aᵀ of one `Linear` takes, at most
-    memory: tuple[Tensor, ...]
-    num_bytes: int
+    memory: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +65,53 @@ def adapter_rows(numbers: Sequence[int], kept: Sequence[int], adapters: Mapping[
     )
 
 
-class _Packed(NamedTuple):
-    struct: LowRankStruct
-    memory: tuple[Tensor, Tensor]
+class _Place(NamedTuple):
+    """A pair's values, the format to store them in, and where they start in the memory of the adapter."""
+
+    pair: LowRank
+    kind: int
+    a: int
+    b: int
 
 
 def pack_adapter(library: Library, program: Program, adapter: Adapter) -> CpuAdapter:
     """Return an adapter of a program in packed memory. Any thread may call this."""
-    slabs = Slabs(adapter.num_bytes + _LINE)
-    packed = {name: _pack(library, pair, slabs) for name, pair in adapter.pairs.items()}
-    tables: dict[str, ctypes.Array[LowRankStruct]] = {}
+    places: dict[str, _Place] = {}
+    size = 0
+    for name, pair in adapter.pairs.items():
+        plain, kind = _narrowest(library, pair)
+        (rank, num_in), num_out = plain.a_RK.shape, plain.b_NR.size(0)
+        b = size + _aligned(_padded(rank) * num_in * (2 if kind == BF16 else 4))
+        places[name] = _Place(plain, kind, size, b)
+        size = b + _aligned(library.code.nano_packed_bytes(kind, num_out, rank))
+    memory = lazy_zeros((size + _LINE,), torch.uint8, torch.device("cpu"))
+    base = _aligned(memory.data_ptr())
+    for place in places.values():
+        _pack(library, place, base)
     width = 0
+    tables: dict[str, ctypes.Array[LowRankStruct]] = {}
     for part, ops in zip(PARTS, (program.body, (*program.final, *program.head)), strict=True):
         structs: list[LowRankStruct] = []
         for op in ops:
             column = 0
             for name in _matrices_of(op):
-                struct = LowRankStruct()
-                if name in packed:
-                    struct = LowRankStruct.from_buffer_copy(packed[name].struct)
-                    struct.column = column
-                    column += -(-struct.rank // _UNIT) * _UNIT
-                structs.append(struct)
+                if name not in places:
+                    structs.append(LowRankStruct())
+                    continue
+                (a_RK, _, scale), kind, a, b = places[name]
+                structs.append(LowRankStruct(a_RK.size(0), column, kind, scale, base + a, base + b))
+                column += _padded(a_RK.size(0))
             width = max(width, column)
         tables[part] = (LowRankStruct * len(structs))(*structs)
-    memory = tuple(tensor for one in packed.values() for tensor in one.memory)
-    return CpuAdapter(tables, width, memory, sum(tensor.nbytes for tensor in memory))
+    return CpuAdapter(tables, width, memory)
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // _UNIT) * _UNIT
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _LINE) * _LINE
 
 
 def _matrices_of(op: Op) -> tuple[str, ...]:
@@ -99,15 +119,17 @@ def _matrices_of(op: Op) -> tuple[str, ...]:
     return tuple(spec.name for spec in op.matrices) if isinstance(op, Linear) else ("",) * isinstance(op, Embed)
 
 
-def _pack(library: Library, pair: LowRank, slabs: Slabs) -> _Packed:
-    """Pack one pair in the narrower of float32 and bfloat16 that holds its values."""
-    dtype = torch.bfloat16 if pair.a_RK.dtype == pair.b_NR.dtype == torch.bfloat16 else torch.float32
+def _narrowest(library: Library, pair: LowRank) -> tuple[LowRank, int]:
+    """Return a pair's plain values, and the narrower of float32 and bfloat16 that holds them."""
+    is_short = pair.a_RK.dtype == pair.b_NR.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if is_short else torch.float32
     a_RK, b_NR = (tensor.to("cpu", dtype).contiguous() for tensor in pair[:2])
-    is_short = all(scan(library, tensor).fits_bfloat16 for tensor in (a_RK, b_NR))
-    kind, (rank, num_in), num_out = BF16 if is_short else F32, a_RK.shape, b_NR.size(0)
-    code = library.code
-    a = slabs.take(code.nano_low_bytes(kind, rank, num_in))
-    b = slabs.take(code.nano_packed_bytes(kind, num_out, rank))
-    sizes = (rank, num_in, num_out)
-    code.nano_pack_low(PLAIN[dtype], kind, a_RK.data_ptr(), b_NR.data_ptr(), *sizes, a.data_ptr(), b.data_ptr())
-    return _Packed(LowRankStruct(rank, 0, kind, pair.scale, a.data_ptr(), b.data_ptr()), (a, b))
+    fits = is_short or all(scan(library, tensor).fits_bfloat16 for tensor in (a_RK, b_NR))
+    return LowRank(a_RK, b_NR, pair.scale), BF16 if fits else F32
+
+
+def _pack(library: Library, place: _Place, base: int) -> None:
+    (a_RK, b_NR, _), kind, a, b = place
+    sizes = (*a_RK.shape, b_NR.size(0))
+    values = (a_RK.data_ptr(), b_NR.data_ptr())
+    library.code.nano_pack_low(PLAIN[a_RK.dtype], kind, *values, *sizes, base + a, base + b)

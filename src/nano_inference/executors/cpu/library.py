@@ -226,7 +226,6 @@ def _declare(code: ctypes.CDLL) -> None:
         "nano_scan": (c_int, (c_int, c_void_p, c_int64)),
         "nano_int8_row_bytes": (c_int64, (c_int64,)),
         "nano_pack_int8": (None, (c_void_p, c_long, c_long, c_long, c_long, c_void_p)),
-        "nano_low_bytes": (c_int64, (c_int, c_int64, c_int64)),
         "nano_pack_low": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p)),
         "nano_unpack": (None, (c_int, c_void_p, c_long, c_long, c_long, c_void_p)),
         "nano_split_size": (c_int64, (c_int64,)),

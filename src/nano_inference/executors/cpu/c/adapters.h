@@ -64,10 +64,6 @@ static void shrink(const LowRank *l, const float *x, long ldx, long rows, long n
     else shrink_of(BF16, l, x, ldx, rows, num_in, low, ldl);
 }
 
-int64_t nano_low_bytes(int format, int64_t rank, int64_t num_in) {
-    return (format == F32 ? 4 : 2) * padded_rank(rank) * num_in;
-}
-
 /* Pack A [rank, num_in] and B [num_out, rank] of the plain format `source`, F32 or BF16; float32 values are cut off if
  * `format` is BF16. The packed memory must be zero before, for the padding. */
 void nano_pack_low(int source, int format, const void *a, const void *b, int64_t rank, int64_t num_in, int64_t num_out,
