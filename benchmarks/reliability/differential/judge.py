@@ -166,16 +166,15 @@ class Judge:
         """Return the versions of the K/V that a token was drawn after, as the recorder saw them."""
         assert self.world.recorder is not None
         where = f"{case.where} position {len(tokens)}"
-        drawn = self.world.recorder.draws.get((case.sample.request_id, case.index), {})
-        for node in drawn.get(len(tokens), ()):
-            seen, path = node.path()
-            if seen == tokens and node.version == version:
-                if min(path) < floor:
-                    self.verdict.fault(f"{where}: read K/V of version {min(path)}, though {floor} replaced it")
-                self.verdict.counts["tokens over mixed K/V"] += len(set(path)) > 1
-                return path
-        self.verdict.fault(f"{where}: no step drew it with version {version}")
-        return None
+        node = self.world.recorder.draws.get((case.sample.request_id, case.index), {}).get(len(tokens))
+        seen, path = ((), ()) if node is None else node.path()
+        if node is None or seen != tokens or node.version != version:
+            self.verdict.fault(f"{where}: its last draw was of another text or version than {version}")
+            return None
+        if min(path) < floor:
+            self.verdict.fault(f"{where}: read K/V of version {min(path)}, though {floor} replaced it")
+        self.verdict.counts["tokens over mixed K/V"] += len(set(path)) > 1
+        return path
 
     def _check_draw(self, case: Case, place: int, logits_V: Tensor) -> None:
         ask, columns, where = case.ask, case.columns, f"{case.where} token {place}"

@@ -54,8 +54,12 @@ class Recorder:
         self._root = Node(None, -1, -1, 0)
         self.version: Callable[[], int] = lambda: 0
         """The weights in force; the engine's own once there is one."""
-        self.draws: dict[tuple[int, int], dict[int, list[Node]]] = {}
-        """(Request, sample index) -> position -> the nodes from whose logits a token was drawn for it."""
+        self.draws: dict[tuple[int, int], dict[int, Node]] = {}
+        """(Request, sample index) -> position -> the node from whose logits a token was last drawn for it.
+
+        A draw that the engine drops (a window before sleep or an update, a rejected draft) is repeated later, perhaps
+        over K/V of other versions; what it commits is never drawn again.
+        """
         self.num_drafts = 0
         self._last: dict[int, int] = {}  # the token that each row has sampled last
 
@@ -137,7 +141,7 @@ class Recorder:
             node = node.child(token, version)
             self._slots[self._slot(row, row.start + place)] = node
             if row.num_sampled and place >= first_draw:
-                drawn.setdefault(node.depth, []).append(node)
+                drawn[node.depth] = node
             if row.state is not None:
                 for count, slot in row.state.saves:
                     if count == node.depth:
