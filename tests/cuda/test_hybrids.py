@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,11 +135,23 @@ def test_windows_only_launch_kernels_on_fixed_memory(witness: Witness) -> None:
     assert {name for calls in stepper.seen.values() for name, *_ in calls} >= {"convolve", "gated_delta", "gate"}
 
 
+def cramped_samples(directory: Path, num_prompts: int, fails: Callable[[list[int]], bool]) -> list[TrainingSample]:
+    kernels = Cramped(fails).kernels
+    prompts = [text(seed, 5) for seed in range(num_prompts)]
+    with open_cuda(directory, config_of(directory), kernels=kernels) as ours:
+        return ours.generate(prompts, replace(PARAMS, max_tokens=6))
+
+
 def test_a_step_without_memory_aborts_a_request_instead_of_advancing_states_twice(tmp_path: Path) -> None:
     model = make_hybrid("plain", tmp_path)
-    cramped = Cramped(8)
-    prompts = [text(seed, 5) for seed in range(3)]
-    with open_cuda(tmp_path, config_of(tmp_path), kernels=cramped.kernels) as ours:
-        samples = ours.generate(prompts, replace(PARAMS, max_tokens=6))
+    samples = cramped_samples(tmp_path, 3, lambda sizes: sizes[-1] > 8)
     assert [one.finish_reason for one in samples] == ["length", "abort", "abort"]
+    assert worst(model, samples[:1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 4])
+def test_a_window_without_memory_leaves_no_slot_half_advanced(num_before: int, tmp_path: Path) -> None:
+    model = make_hybrid("plain", tmp_path)
+    samples = cramped_samples(tmp_path, 2, lambda sizes: sizes[-1] == 2 and sizes.count(2) == num_before + 1)
+    assert [one.finish_reason for one in samples] == ["length", "abort"]
     assert worst(model, samples[:1]) <= TOLERANCE

@@ -163,6 +163,7 @@ class CudaExecutor(Executor):
         except torch.OutOfMemoryError as error:
             if self._ranks is None and not self.program.states:
                 raise
+            self._made.drop_windows()  # the host does not know how far a window got
             raise MemoryError("a step needs more memory than there is") from error
 
     def stage_adapter(self, adapter: Adapter) -> Pairs:
