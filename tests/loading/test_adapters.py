@@ -103,6 +103,8 @@ def test_other_precisions_are_exact(dtype: torch.dtype, saved: Saved, tmp_path: 
         *(("use_qalora", True), ("use_bdlora", {"nblocks": 2}), ("of_the_future", 1), ("init_lora_weights", "pissa")),
         *(("r", 0), ("r", 257), ("r", 4), ("r", "3"), ("lora_alpha", float("nan")), ("lora_alpha", "x")),
         *(("rank_pattern", [1]), ("rank_pattern", {"q_proj": 300}), ("rank_pattern", {"(": 3})),
+        *(("rank_pattern", {key: 3}) for key in ("(?:abc){1000000000}", "(?R)", "(a(?1))", "x" * 201)),
+        ("alpha_pattern", {f"x{n}": 3 for n in range(2001)}),
         ("alpha_pattern", {"q_proj": None}),
     ],
 )

@@ -166,8 +166,8 @@ def test_an_adapter_in_shared_memory_equals_its_file(
     assert tokens(server, "memory") == tokens(server, "file") != tokens(server)
     path = "/load_lora_adapter_from_tensors"
     more = {**body, "lora_name": "more"}
-    refused(server.post(path, {**more, "config_dict": adapter_config(use_dora=True)}), 400, "use_dora")
-    refused(server.post(path, {**more, "serialized_named_tensors": ["gASVAAAA"]}), 400)
+    refused(server.post(path, {**more, "config_dict": adapter_config(use_dora=True)}), 400, "config_dict: use_dora")
+    refused(server.post(path, {**more, "serialized_named_tensors": ["gASVAAAA"]}), 400, "serialized_named_tensors")
     refused(server.post(path, {**more, "expected_checksums": {"a": "b"}}), 400, "expected_checksums")
     assert len(server.client.get("/v1/models").json()["data"]) == 3
 

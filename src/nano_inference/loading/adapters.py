@@ -45,7 +45,9 @@ _WITHOUT_EFFECT = (
 """Fields that say which tensors there are, or how they are trained. Any other field must be empty or false."""
 _SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the matrices of the model as they are."""
-MAX_SECONDS = 2.0  # for the configuration's patterns
+MAX_SECONDS = 2.0  # in which the configuration's patterns must match
+MAX_PATTERNS, MAX_PATTERN = 2000, 200  # patterns of a field, and characters of one
+_COSTLY = re.compile(r"\{|\(\?[R\d&P+-]")  # repeats are unfolded in memory before any limit of time; recursion
 
 
 class LowRank(NamedTuple):
@@ -155,8 +157,13 @@ def _patterns(name: str, given: Any) -> dict[regex.Pattern[str], Any]:
     """Return compiled patterns: PEFT matches the end of a module's name, from a dot on (`get_pattern_key`)."""
     if not isinstance(given or {}, Mapping):
         raise BadRequest(name, f"must map patterns to numbers, got {shown(given)}")
+    patterns = {str(key): value for key, value in (given or {}).items()}
+    if len(patterns) > MAX_PATTERNS or max(map(len, patterns), default=0) > MAX_PATTERN:
+        raise BadRequest(name, f"must have at most {MAX_PATTERNS} patterns of at most {MAX_PATTERN} characters")
+    if costly := next(filter(_COSTLY.search, patterns), None):
+        raise BadRequest(name, f"{shown(costly)}: repeats in braces and recursion are not supported")
     try:
-        return {regex.compile(rf"(?:.*\.)?(?:{key})"): value for key, value in (given or {}).items()}
+        return {regex.compile(rf"(?:.*\.)?(?:{key})"): value for key, value in patterns.items()}
     except (regex.error, MemoryError, RecursionError) as error:
         raise BadRequest(name, f"has an invalid pattern: {error}") from None
 
@@ -167,8 +174,8 @@ def _of_pattern(name: str, patterns: Mapping[regex.Pattern[str], Any], module: s
         for pattern, value in patterns.items():
             if pattern.fullmatch(module, timeout=max(1e-3, deadline - time.monotonic())):
                 return value
-    except TimeoutError:
-        raise BadRequest(name, f"takes more than {MAX_SECONDS:g} seconds to match") from None
+    except (TimeoutError, MemoryError):
+        raise BadRequest(name, f"takes more than {MAX_SECONDS:g} seconds to match, or too much memory") from None
     return other
 
 

@@ -139,10 +139,11 @@ async def _install(
     config: Mapping[str, Any] | None,
     version: WeightLabel | None,
 ) -> None:
-    """Load an adapter; an error names `field`."""
+    """Load an adapter; an error names `field`, or `config_dict` for a field of the given configuration."""
     try:
         await rl.link.engine.load_adapter(name, source, config=config, version=version)
     except BadRequest as error:
+        field = field if config is None or error.field == "adapter" else "config_dict"
         raise ApiError(400, f"{field}: {error}", param=field, code="bad_adapter") from None
     finally:
         await rl.serve_adapters()  # others may have been unloaded to make room
