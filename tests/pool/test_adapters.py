@@ -40,7 +40,7 @@ def test_pool_loads_adapters_into_all_workers_or_none() -> None:
         with pytest.raises(BadRequest, match="adapter: has NaN"):
             pool.load_adapter("b", "directory")
         assert [[info.name for info in one[0].adapters()] for one in engines.values()] == [["a"], ["a"]]
-        with pytest.raises(BadRequest, match="adapter: the pool has not loaded 'b'; loaded: a"):
+        with pytest.raises(BadRequest, match="adapter: the pool has not loaded 'b', or it was evicted; loaded: a"):
             pool.generate(PROMPTS, PARAMS, adapter="b")
         assert pool.load_adapter("a", "directory", version="new") == "new"
         expected = alone(PROMPTS, 2)
@@ -50,6 +50,11 @@ def test_pool_loads_adapters_into_all_workers_or_none() -> None:
         engines[0][0].parts.runner.on_step = dies
         assert {one.adapter_versions for one in pool.generate(PROMPTS, PARAMS, adapter="a")} == {("new",) * 6}
         assert pool.num_replaced == 1 and [info.version for info in engines[0][1].adapters()] == ["new"]
+        for name in ("c", "d"):
+            pool.load_adapter(name, "directory")
+        with pytest.raises(BadRequest, match="has not loaded 'a', or it was evicted; loaded: c, d"):
+            pool.generate(PROMPTS, PARAMS, adapter="a")
+        assert pool.load_adapter("a", "directory") and pool.unload_adapter("d")
         assert pool.unload_adapter("a") and not pool.unload_adapter("a")
         assert not any(one[-1].adapters() for one in engines.values())
 

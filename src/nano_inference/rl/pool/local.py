@@ -84,11 +84,12 @@ class LocalWorker:
         """Read and pack an adapter, and hold it if it fits; None drops it. Raises as `AsyncEngine.load_adapter`."""
         self._staged = None if load is None else await self._engine.stage_adapter(load)
 
-    async def install_adapter(self) -> None:
-        """Install the adapter that is held."""
+    async def install_adapter(self) -> list[str]:
+        """Install the adapter that is held; return the names of all that are loaded now."""
         staged, self._staged = self._staged, None
         assert staged is not None, "staged before"
         await self._engine.call(lambda engine: engine.install_adapter(staged))
+        return [info.name for info in await self._engine.adapters()]
 
     async def unload_adapter(self, name: str) -> bool:
         """Forget an adapter; return whether it was loaded."""

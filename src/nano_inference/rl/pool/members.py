@@ -79,7 +79,7 @@ class Members:
         self._in_force: list[tuple[int, WeightUpdate]] = []
         """(pool version, update): the latest complete one, and of the partial ones after it what none replaces."""
         self.adapters: dict[str, AdapterLoad] = {}
-        """Name -> the latest load of the pool, in the order of loads; a worker may have evicted it."""
+        """Name -> the latest load of the pool, in the order of loads; some workers may have evicted it."""
         self._is_paused = False
         self._tasks: set[asyncio.Task[Any]] = set()  # replacements that run
         self._retries: set[asyncio.Task[None]] = set()  # further attempts at places that could not be filled

@@ -315,7 +315,9 @@ class RolloutPool:
         for request in requests:
             if request.adapter is not None and request.adapter not in self._members.adapters:
                 known = ", ".join(sorted(self._members.adapters)) or "none"
-                raise BadRequest("adapter", f"the pool has not loaded {request.adapter!r}; loaded: {known}")
+                raise BadRequest(
+                    "adapter", f"the pool has not loaded {request.adapter!r}, or it was evicted; loaded: {known}"
+                )
             if self._limits is None:  # only the workers know them: check what routing needs
                 token_ids("prompt", request.prompt)
                 check_int("num_samples", request.num_samples, 1)
