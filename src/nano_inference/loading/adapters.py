@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import regex
 import torch
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from nano_inference.models.program import Program
 from nano_inference.support.checks import check_int, check_number
 from nano_inference.support.files import shown
 from nano_inference.support.memory import huge_empty
+from nano_inference.support.packages import needed
 from nano_inference.types import BadRequest, ModelError
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -153,7 +153,11 @@ def _scales(config: Mapping[str, Any], max_rank: int) -> Callable[[str, int], fl
     return scale_of
 
 
-def _patterns(name: str, given: Any) -> dict[regex.Pattern[str], Any]:
+class _Pattern(Protocol):
+    def fullmatch(self, string: str, *, timeout: float) -> object | None: ...
+
+
+def _patterns(name: str, given: Any) -> dict[_Pattern, Any]:
     """Return compiled patterns: PEFT matches the end of a module's name, from a dot on (`get_pattern_key`)."""
     if not isinstance(given or {}, Mapping):
         raise BadRequest(name, f"must map patterns to numbers, got {shown(given)}")
@@ -162,13 +166,17 @@ def _patterns(name: str, given: Any) -> dict[regex.Pattern[str], Any]:
         raise BadRequest(name, f"must have at most {MAX_PATTERNS} patterns of at most {MAX_PATTERN} characters")
     if costly := next(filter(_COSTLY.search, patterns), None):
         raise BadRequest(name, f"{shown(costly)}: repeats in braces and recursion are not supported")
+    if not patterns:
+        return {}
+    with needed(f"{name} of an adapter"):
+        import regex
     try:
         return {regex.compile(rf"(?:.*\.)?(?:{key})"): value for key, value in patterns.items()}
     except (regex.error, MemoryError, RecursionError) as error:
         raise BadRequest(name, f"has an invalid pattern: {error}") from None
 
 
-def _of_pattern(name: str, patterns: Mapping[regex.Pattern[str], Any], module: str, other: Any, deadline: float) -> Any:
+def _of_pattern(name: str, patterns: Mapping[_Pattern, Any], module: str, other: Any, deadline: float) -> Any:
     """Return the value of the first pattern that matches a module's name, else `other`."""
     try:
         for pattern, value in patterns.items():
