@@ -23,7 +23,7 @@ from nano_inference import (
     weights_checksum,
 )
 from nano_inference.core.scheduler import STREAM_LOOKAHEAD
-from nano_inference.types import Delta, EngineRequest, UpdateBusy, UpdateCancelled
+from nano_inference.types import Delta, EngineRequest, UpdateBusy, UpdateCancelled, WeightLabel
 from nano_inference.weights.adapters import StagedAdapter
 from nano_inference.weights.updates import AdapterLoad, WeightUpdate
 from tests.sim.fakes import Adapting, Calculator, OnStep, fake_config, fake_parts, raising
@@ -472,6 +472,30 @@ def test_adapters_are_staged_beside_steps() -> None:
         assert await engine.unload_adapter("a")
         with pytest.raises(BadRequest, match="'a' is not loaded"):
             await engine.generate([PROMPT], PARAMS, adapter="a")
+
+    run(work, Slow(fake_config(), parts=fake_parts("radix", 100, 4)))
+
+
+def test_adapters_are_loaded_and_unloaded_in_the_order_of_the_calls() -> None:
+    may_stage = threading.Event()
+    installed: list[object] = []
+
+    class Slow(Adapting):
+        def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
+            assert load.version != "first" or may_stage.wait(30)
+            return super().stage_adapter(load)
+
+        def install_adapter(self, staged: StagedAdapter) -> WeightLabel:
+            installed.append(staged.load.version)
+            return super().install_adapter(staged)
+
+    async def work(engine: AsyncEngine[InferenceEngine]) -> None:
+        loads = [asyncio.create_task(engine.load_adapter("a", "x", version=one)) for one in ("first", "second")]
+        unloading = asyncio.create_task(engine.unload_adapter("a"))
+        await engine.generate([PROMPT], PARAMS)  # without an order, the second one is installed meanwhile
+        may_stage.set()
+        assert await asyncio.gather(*loads, unloading) == ["first", "second", True]
+        assert installed == ["first", "second"] and not await engine.adapters()
 
     run(work, Slow(fake_config(), parts=fake_parts("radix", 100, 4)))
 

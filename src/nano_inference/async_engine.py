@@ -135,6 +135,7 @@ class AsyncEngine(Generic[Engine]):
         self._failed_update: tuple[int, Exception] | None = None
         """The number and the error of the latest update that failed."""
         self._num_cancelled = 0  # the largest number of a cancelled update
+        self._loading = asyncio.Lock()  # adapters are loaded and unloaded in the order of the calls
 
     # ---- start and stop ---------------------------------------------------------------------------------------------
 
@@ -469,8 +470,9 @@ class AsyncEngine(Generic[Engine]):
     ) -> WeightLabel:
         """Load an adapter as `InferenceEngine.load_adapter` does; it is read and packed in a thread, beside steps."""
         load = AdapterLoad(name=name, source=source, config=config, version=version, on_running=on_running)
-        staged = await self.stage_adapter(load)
-        return await self.call(lambda engine: engine.install_adapter(staged))
+        async with self._loading:
+            staged = await self.stage_adapter(load)
+            return await self.call(lambda engine: engine.install_adapter(staged))
 
     async def stage_adapter(self, load: AdapterLoad) -> StagedAdapter:
         """Read and pack an adapter in a thread; raises as `load_adapter`, also if it does not fit now."""
@@ -479,8 +481,9 @@ class AsyncEngine(Generic[Engine]):
         return staged
 
     async def unload_adapter(self, name: str) -> bool:
-        """Forget an adapter as `InferenceEngine.unload_adapter` does; return whether it was loaded."""
-        return await self.call(lambda engine: engine.unload_adapter(name))
+        """Forget an adapter, as `InferenceEngine.unload_adapter` does, after loads that were called before."""
+        async with self._loading:
+            return await self.call(lambda engine: engine.unload_adapter(name))
 
     async def adapters(self) -> tuple[AdapterInfo, ...]:
         """Return the adapters that requests can name."""
