@@ -90,12 +90,12 @@ def adapter_from(
     *,
     max_rank: int,
 ) -> Adapter:
-    """Return an adapter of a program from PEFT's configuration and (name, tensor) pairs.
+    """Return an adapter of a program from PEFT's configuration and (name, dense float tensor) pairs.
 
     Names may be those of a state dict or of a file. Raises `BadRequest` as `read_adapter` does.
     """
     scale_of = _scales(config, max_rank)
-    return _adapter(_matched(map(_plain, tensors), program, names, scale_of), names)
+    return _adapter(_matched(tensors, program, names, scale_of), names)
 
 
 class _Shaped(Protocol):
@@ -110,15 +110,6 @@ class _Pair(NamedTuple, Generic[S]):
     a: S
     b: S
     scale: float
-
-
-def _plain(item: tuple[str, Tensor]) -> tuple[str, Tensor]:
-    """Return a (name, tensor) pair without its gradient."""
-    name, tensor = item
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not isinstance(name, str) or not is_plain or tensor.dtype not in DTYPES.values() or tensor.is_meta:
-        raise BadRequest(FIELD, f"{shown(name)}: must be a dense float tensor")
-    return name, tensor.detach()
 
 
 def _scales(config: Mapping[str, Any], max_rank: int) -> Callable[[str, int], float]:
