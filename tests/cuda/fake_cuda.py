@@ -56,7 +56,8 @@ def _taken(x: Tensor, index: Any) -> Tensor:
     meta = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
     if isinstance(index, Tensor):
         assert index.device == x.device
-        return torch.empty(meta[torch.empty(index.shape, dtype=torch.long, device="meta")].shape, device=x.device)
+        shape = meta[torch.empty(index.shape, dtype=torch.long, device="meta")].shape
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
     view = meta[index]
     return x.as_strided(view.size(), view.stride(), x.storage_offset() + view.storage_offset())
 

@@ -49,11 +49,12 @@ KEYS = (
     StepKey(256, 16, False, False, False),
     StepKey(16, 1, True, False, False),
     StepKey(1, 2, False, True, False),
+    StepKey(2, 1, False, False, False, has_adapters=True),
 )
 KERNELS = {
     *("embed_block", "norm_row", "rotate_heads", "activate_block", "mix_block", "multiply_range"),
     *("attend_group", "attend_split", "merge_split", "load_rows", "adjust_chunk", "cut_row", "sum_chunk", "draw_row"),
-    *("top_row", "advance_rows", "multiply_norm", "attend_row"),
+    *("top_row", "advance_rows", "multiply_norm", "attend_row", "shrink_row", "expand_block"),
 }
 """Those of the windows of dense models."""
 HYBRID = "plain"
@@ -69,7 +70,8 @@ Launched = tuple[str, tuple[Any, ...], tuple[str, ...]]
 
 
 def variant_key(variant: Any) -> tuple[Any, ...]:
-    return (tuple(sorted(variant.constants.items())), variant.num_warps, variant.num_stages, variant.fuses)
+    options = (variant.num_warps, variant.num_stages, variant.fuses, variant.max_registers)
+    return (tuple(sorted(variant.constants.items())), *options)
 
 
 SMALL = Shape(20_000, 64, 128, 1, 4, 2, 16, has_bias=True)
@@ -127,6 +129,7 @@ def opened(config: ModelConfig, *, is_deterministic: bool) -> Iterator[CudaExecu
             executor = CudaExecutor(config, program, CUDA, torch.bfloat16, triton_kernels(), limits, eager)
             load_weights(executor, {spec.name: TensorSource(torch.empty(spec.shape)) for spec in program.weights})
             executor.cache.allocate(CacheSize(num_blocks=1000, block_size=16, num_states=5))
+            executor.commit_adapter(1, {})
         yield executor
 
 
@@ -167,7 +170,7 @@ def test_passes_launch_compiled_kernels_on_the_device(
 ) -> None:
     sizes = (1, 1, 1, 300, 20)
     place = {"prev_token": 1, "start": 600, "blocks": tuple(range(60)), "num_sampled": 1}
-    rows = tuple(make_row(i, (1,) * size, state=RowState(i, i), **place) for i, size in enumerate(sizes))
+    rows = tuple(make_row(i, (1,) * size, state=RowState(i, i), adapter=i % 2, **place) for i, size in enumerate(sizes))
     config = written(name, tmp_path)
     with opened(config, is_deterministic=is_deterministic) as executor, Transfers():
         hidden_KE = executor.hidden(rows, (0, 1, 2, 302, 322))

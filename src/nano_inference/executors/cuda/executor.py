@@ -186,10 +186,10 @@ class CudaExecutor(Executor):
     def _pass(self, rows: Sequence[PassRow], store: KVStore, *, has_windows: bool = True) -> Pass:
         is_deterministic = self._limits.is_deterministic
         step = build_pass(rows, store, self.memory.partials, has_windows=has_windows, is_deterministic=is_deterministic)
-        numbers = [row.adapter for row in rows for _ in row.tokens]
-        if not any(numbers):
+        if not any(row.adapter for row in rows):
             return step
-        place_T = torch.tensor(self._adapters.places(numbers), dtype=torch.int32).to(self.device)
+        places = self._adapters.places([row.adapter for row in rows for _ in row.tokens])
+        place_T = torch.tensor(places, dtype=torch.int32).to(self.device)
         return replace(step, adapter_T=place_T)
 
     def _hidden(self, step: Pass, kept: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the step code of a CUDA executor calls: five groups of launchers, by Triton or in plain torch.
+"""What the step code of a CUDA executor calls: six groups of launchers, by Triton or in plain torch.
 
 Signatures are those of `kernels`, where the contracts are; every launcher writes its results to its arguments.
 

@@ -68,9 +68,7 @@ class Pass:
     has_windows: bool = True  # False: every token attends to all earlier keys
     states: States | None = None  # of a program with recurrent states
     most_tokens: int = 1  # of a row
-    adapter_T: Tensor | None = (
-        None  # places of the tokens' adapters (`AdapterStacks`), -1: none; None if no token has one
-    )
+    adapter_T: Tensor | None = None  # place of each token's adapter, -1: none; None if no token has one
 
     def state(self, index: int) -> Tensor:
         """Return the memory [Z, *shape] of a recurrent state."""
