@@ -16,11 +16,11 @@ from typing import NamedTuple
 from nano_inference.config import SchedulerConfig
 from nano_inference.core.adapters import Adapters
 from nano_inference.core.appending import append_prompt_results, append_result
-from nano_inference.core.cache import Hit, KVManager, Salt
+from nano_inference.core.cache import Hit, KVManager
 from nano_inference.core.drafting import MakeDrafter
+from nano_inference.core.identity import next_key, salt_of
 from nano_inference.core.overlap import is_current, is_window, must_wait, num_ahead, num_missing, row_after
 from nano_inference.core.recurrent import (
-    is_shared,
     keep_states,
     keeps_snapshots,
     release_state,
@@ -255,23 +255,7 @@ class Core:
             )
 
     def _next_key(self, seq: Sequence, num_computed: int, blocks: Seq[int], reach: int) -> object:
-        """Return the identity of the block that a sequence computes next: the block before it, and its tokens.
-
-        With recurrent states, all tokens to the end of that block, or to where it keeps a snapshot that others share.
-        While the first sample scores a prompt, it is the request id for all samples: the others wait for the scores.
-        """
-        uncached = (seq.leader or seq).first_uncached
-        if uncached is not None and seq.request.num_samples > 1:
-            return seq.request_id
-        size = self._kv.block_size
-        start = num_computed // size * size
-        if len(seq.tokens) - num_computed <= 1 or (uncached is not None and start + size > uncached):
-            return None
-        if self._kv.num_states:
-            end = reach if is_shared(num_computed, reach) else (max(num_computed, reach) // size + 1) * size
-            return (seq.request.salt, seq.adapter, *seq.tokens[:end])
-        parent = blocks[start // size - 1] if start else -1
-        return (seq.request.salt, seq.adapter, parent, *seq.tokens[start : start + size])
+        return next_key(seq, num_computed, blocks, reach, self._kv.block_size, has_states=bool(self._kv.num_states))
 
     # ---- apply ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +309,7 @@ class Core:
         if seq.state is not None:
             if was_run:
                 self._publish(seq, is_chunk=True)  # so that its state can be found
-            release_state(self._kv, seq, self._salt(seq) if was_run else None)
+            release_state(self._kv, seq, salt_of(seq, self.version) if was_run else None)
         self._kv.release(seq.blocks)
         seq.blocks, seq.num_computed, seq.num_published = [], 0, 0
 
@@ -384,7 +368,7 @@ class Core:
             else:
                 position = settle_state(self._kv.states, seq, row, result)
                 self._publish(seq, is_chunk=is_chunk or keeps_snapshots(row))
-                keep_states(self._kv, seq, row, position, self._salt(seq))
+                keep_states(self._kv, seq, row, position, salt_of(seq, self.version))
             if row.num_drafts:
                 num_needed = -(-seq.num_computed // self._kv.block_size)  # the others contain rejected drafts only
                 self._kv.release(seq.blocks[num_needed:])
@@ -425,18 +409,12 @@ class Core:
     def _publish(self, seq: Sequence, *, is_chunk: bool) -> None:
         """Publish full blocks; after a prefill chunk and at the end, also a partly filled one."""
         num_whole = seq.num_computed // self._kv.block_size
-        salt = self._salt(seq)
+        salt = salt_of(seq, self.version)
         is_partial = is_chunk or seq.finish_reason is not None
         if salt is not None and (num_whole > seq.num_published or is_partial):
             end = seq.num_computed if is_partial else num_whole * self._kv.block_size
             seq.blocks = self._kv.publish(seq.tokens, salt, seq.blocks, seq.num_published, end)
             seq.num_published = num_whole
-
-    def _salt(self, seq: Sequence) -> Salt | None:
-        """Return the salt under which a sequence publishes; None if its K/V is of several versions, or faulty."""
-        if seq.version != self.version or seq.finish_reason == "abort":
-            return None
-        return (self.version, seq.request.salt, seq.adapter)
 
     def _leave(self, seq: Sequence) -> None:
         """Remove an ended sequence from the queues and release its blocks."""
