@@ -69,9 +69,8 @@ def attend_variant(
         constants |= {"M": rows, "W": 1, "ROW_M": _DECODE_ROWS, "QUERY_TILES": padded(num_tiles)}
         if rows > _PIECE_ROWS:
             constants |= {"M": 16, "W": rows // 16}
-            return Variant(
-                constants=constants, num_warps=rows // 16, num_stages=2, max_registers=_GROUP_REGISTERS, fuses=False
-            )
+            most = _GROUP_REGISTERS if ratio > 1 else None  # one query head a kv head needs more, and would spill
+            return Variant(constants=constants, num_warps=rows // 16, num_stages=2, max_registers=most, fuses=False)
     return Variant(constants=constants, num_warps=8 if is_float32 else 4, num_stages=2, fuses=False)
 
 
