@@ -772,7 +772,7 @@ class InferenceEngine:
         `source` is a directory of PEFT, or (name, tensor) pairs with PEFT's `config`. `version` is the trainer's label,
         by default the number of loads so far. Requests that have started keep their version to the end, or move to the
         new one and keep their K/V ("continue"). Adapters that no request uses make room, see `EngineConfig`. Raises
-        `BadRequest`, `WeightError`, and `UpdateBusy` if it does not fit; nothing changes then.
+        `BadRequest`, `WeightError`, and `UpdateBusy` if it does not fit; the one in use stays then.
         """
         load = AdapterLoad(name=name, source=source, config=config, version=version, on_running=on_running)
         return self.install_adapter(self.stage_adapter(load))
